@@ -1,0 +1,64 @@
+//! Backends: how packets reach the peers. One trait, one module per backend.
+
+use async_trait::async_trait;
+
+use crate::{
+    lease::{Lease, LeaseAttributes},
+    peer_table::PeerTable,
+};
+
+/// Why a backend cannot be brought up.
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    /// An option of the network configuration is unusable; names the field and the value.
+    #[error("{0}")]
+    Config(String),
+    /// The kernel refused, or something of somebody else is in the way. May pass: worth retrying.
+    #[error("{0}")]
+    Kernel(String),
+}
+
+/// What one pass of [`Backend::apply`] did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ApplyReport {
+    /// Single objects made, changed or removed in this pass.
+    pub changes: usize,
+    /// What could not be brought to the wanted state, one sentence each. Empty means: all right.
+    /// A problem with one peer never keeps another from being served.
+    pub problems: Vec<String>,
+    /// Peers that are fully in place.
+    pub peers_applied: usize,
+}
+
+/// A way to carry packets between nodes. Sees the wanted set only; never talks to a store.
+///
+/// The agent's loop calls [`prepare`](Self::prepare) once, then [`apply`](Self::apply) whenever
+/// leases change or [`changed`](Self::changed) resolves. There is no other path: start, restart,
+/// store event, tampering and recovery all end in `apply`.
+#[async_trait(?Send)]
+pub trait Backend {
+    /// The name peers find in the lease's `BackendType` and operators in the configuration.
+    fn name(&self) -> &'static str;
+
+    /// Creates or adopts the devices, so that what they are can be published with the lease.
+    /// Idempotent. `stored` is what the store has on record about us, if anything: a device that
+    /// has to be made anew gets the MAC published there.
+    async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError>;
+
+    /// What to publish with our lease. May differ after `apply` had to make a device anew.
+    fn attributes(&self) -> LeaseAttributes;
+
+    /// Makes the kernel equal to the wanted state: our own lease and all peers. While `peers` is
+    /// not [`synced`](PeerTable::synced), nothing that may belong to a peer is removed.
+    async fn apply(&mut self, own: &Lease, peers: &PeerTable) -> ApplyReport;
+
+    /// Resolves when something outside made the kernel's state differ (a device, route, neighbour
+    /// or rule changed or went away) or a retry is due. Cancel-safe.
+    async fn changed(&mut self);
+
+    /// The MTU for pods, in bytes: goes to `subnet.env`.
+    fn mtu(&self) -> u32;
+
+    /// What `/status` and the `status` command show of this backend.
+    fn status(&self) -> serde_json::Value;
+}

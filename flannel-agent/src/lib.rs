@@ -1,0 +1,13 @@
+//! flannel-agent: a drop-in flannel whose VXLAN data path runs in eBPF.
+//!
+//! The library behind the two binaries. `docs/architecture.md` tells how the
+//! modules fit together: a subnet manager delivers leases, [`peer_table`] folds
+//! them into the wanted set, a [`backend`] makes the kernel equal to it.
+
+pub mod backend;
+pub mod config;
+pub mod external_interface;
+pub mod lease;
+pub mod peer_table;
+pub mod subnet_manager;
+pub mod telemetry;

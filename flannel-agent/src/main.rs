@@ -1,0 +1,3 @@
+//! The `flannel-agent` binary: everything is in the library.
+
+fn main() {}
