@@ -10,5 +10,6 @@ pub mod external_interface;
 pub mod go_json;
 pub mod lease;
 pub mod peer_table;
+pub mod subnet_env;
 pub mod subnet_manager;
 pub mod telemetry;
