@@ -9,6 +9,7 @@ pub mod config;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
+pub mod mk_docker_opts;
 pub mod peer_table;
 pub mod subnet_env;
 pub mod subnet_manager;

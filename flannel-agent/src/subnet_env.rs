@@ -14,7 +14,7 @@ use tracing::warn;
 
 use crate::{go_json, lease::Subnets};
 
-mod dotenv;
+pub(crate) mod dotenv;
 
 /// The cluster's network and our subnet in it, for one address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

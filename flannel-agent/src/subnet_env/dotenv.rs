@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 
 /// Variables by name; of several assignments the last one counts.
-pub(super) type Vars = HashMap<String, String>;
+pub(crate) type Vars = HashMap<String, String>;
 
-pub(super) fn parse(text: &str) -> Vars {
+pub(crate) fn parse(text: &str) -> Vars {
     let mut vars = Vars::new();
     for line in text.lines() {
         if let Some((key, value)) = assignment(line, &vars) {

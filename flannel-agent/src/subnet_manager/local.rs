@@ -184,10 +184,8 @@ impl LocalSubnetManager {
             let lease = |attributes| Lease { subnets: file.subnets, attributes };
             match file.lease {
                 // Nobody can tell whose it is, so it is not free.
-                None => known.push(KnownLease {
-                    lease: lease(LeaseAttributes::default()),
-                    permanent: true,
-                }),
+                None => known
+                    .push(KnownLease { lease: lease(LeaseAttributes::default()), permanent: true }),
                 Some(stored) if file.live_at(now) => known.push(KnownLease {
                     lease: lease(stored.attributes.clone()),
                     permanent: stored.expires.is_none(),

@@ -287,8 +287,9 @@ impl View {
         };
         let entry = match self.0.entry(name.to_owned()) {
             hash_map::Entry::Occupied(entry) => entry.into_mut(),
-            hash_map::Entry::Vacant(entry) => entry
-                .insert(Entry { subnets: parse_file_name(&text_name), ..Entry::default() }),
+            hash_map::Entry::Vacant(entry) => {
+                entry.insert(Entry { subnets: parse_file_name(&text_name), ..Entry::default() })
+            }
         };
         let parsed = match (entry.subnets, &read) {
             (None, _) => Err("its name is not that of a subnet".to_owned()),
@@ -308,7 +309,11 @@ impl View {
                 let new = entry.bad.replace(hash) != Some(hash);
                 if let (true, Some(metrics)) = (new, complaints) {
                     metrics.store_bad_entries.inc();
-                    let kept = if entry.good.is_some() { "keeping the last good value" } else { "ignored" };
+                    let kept = if entry.good.is_some() {
+                        "keeping the last good value"
+                    } else {
+                        "ignored"
+                    };
                     warn!("{}: {reason}; {kept} until it is mended or deleted", path.display());
                 }
             }
@@ -350,17 +355,17 @@ mod tests {
         }
         let v6 = Subnets { v4: None, v6: "fd00:5::/64".parse().ok() };
         assert_eq!(parse_file_name(&file_name(v6)), Some(v6));
-        for bad in ["10.5.1.0-24", "x10.5.1.0-24.json", "10.5.1.7-24.json", "10.5.1.0-024.json", ".json"] {
+        for bad in
+            ["10.5.1.0-24", "x10.5.1.0-24.json", "10.5.1.7-24.json", "10.5.1.0-024.json", ".json"]
+        {
             assert_eq!(parse_file_name(bad), None, "{bad}");
         }
     }
 
     #[test]
     fn the_file_is_the_etcd_value_with_an_end() {
-        let attributes = LeaseAttributes {
-            public_ip: "192.0.2.11".parse().ok(),
-            ..LeaseAttributes::default()
-        };
+        let attributes =
+            LeaseAttributes { public_ip: "192.0.2.11".parse().ok(), ..LeaseAttributes::default() };
         let mut lease =
             StoredLease { attributes, expires: UNIX_EPOCH.checked_add(Duration::from_secs(99)) };
         assert_eq!(
@@ -380,7 +385,7 @@ mod tests {
         dir.ensure_subnets().expect("made");
         let (metrics, mut view) = (Metrics::default(), View::default());
         let file = dir.subnets().join("10.5.1.0-24.json");
-        let mut refresh = |view: &mut View| {
+        let refresh = |view: &mut View| {
             view.refresh(&dir, &Dirty::All, Some(&metrics)).expect("listed");
             metrics.store_bad_entries.get()
         };
@@ -396,10 +401,7 @@ mod tests {
         assert_eq!(refresh(&mut view), 1, "the same text is complained about once");
         let lease = view.leases().next().expect("kept");
         assert!(lease.bad && lease.live_at(now));
-        assert_eq!(
-            lease.lease.and_then(|l| l.attributes.public_ip),
-            "192.0.2.11".parse().ok()
-        );
+        assert_eq!(lease.lease.and_then(|l| l.attributes.public_ip), "192.0.2.11".parse().ok());
         fs::write(&file, "other garbage").expect("written");
         assert_eq!(refresh(&mut view), 2);
         fs::write(dir.subnets().join("junk.json"), "{}").expect("written");
@@ -411,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lock_excludes_and_notices_a_removed_file() {
+    fn the_lock_excludes() {
         let root = tempfile::tempdir().expect("a directory");
         let dir = Directory::new(root.path().to_owned());
         let lock = dir.try_lock().expect("no error");

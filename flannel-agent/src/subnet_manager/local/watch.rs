@@ -28,10 +28,7 @@ impl Active {
         let gone = WatchMask::DELETE_SELF | WatchMask::MOVE_SELF | WatchMask::ONLYDIR;
         let inotify = Inotify::init()?;
         let mut watches = inotify.watches();
-        watches.add(
-            dir.root(),
-            gone | WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE,
-        )?;
+        watches.add(dir.root(), gone | WatchMask::CREATE | WatchMask::DELETE | WatchMask::MOVE)?;
         // Not CREATE: a file just made is empty; its writer's close will be heard.
         let subnets = watches.add(
             dir.subnets(),
@@ -72,7 +69,9 @@ impl Watch {
                 self.active = Some(active);
                 self.polling = false;
             }
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+            {
                 return Err(e);
             }
             Err(e) => {
