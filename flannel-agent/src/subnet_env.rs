@@ -99,9 +99,10 @@ fn single<N>(
     let value = vars.get(key)?;
     let mut nets = Vec::new();
     for entry in value.split(',') {
-        match parse(entry.trim()) {
-            Some(net) => nets.push(net),
-            None => warn!("{}: {key} {entry:?} is not a network; ignored", path.display()),
+        if let Some(net) = parse(entry.trim()) {
+            nets.push(net);
+        } else {
+            warn!("{}: {key} {entry:?} is not a network; ignored", path.display());
         }
     }
     if nets.len() > 1 {

@@ -48,7 +48,7 @@ const RETRY: Duration = Duration::from_secs(1);
 const RENEWAL_RETRY: Duration = Duration::from_secs(10);
 
 /// However long there is nothing to do, look at the wall clock this often: somebody may set it.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 
 /// The local directory as a store.
 #[derive(Debug)]
@@ -65,11 +65,12 @@ impl LocalSubnetManager {
     /// Opens the store in `dir`, making the directory if need be. Leases last for `ttl` and are
     /// renewed when `margin` of it is left (at least one second after they were written).
     pub fn new(
-        dir: PathBuf,
+        dir: impl Into<PathBuf>,
         ttl: Duration,
         margin: Duration,
         metrics: Metrics,
     ) -> Result<Self, StoreError> {
+        let dir = dir.into();
         let fatal = |what: &str, e: io::Error| {
             StoreError::Fatal(format!(
                 "cannot {what} the local store {}: {e}; --local-subnet-mgr must name a directory that can be written",

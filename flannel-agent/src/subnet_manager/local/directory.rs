@@ -54,7 +54,7 @@ impl StoredLease {
         let mut text = self.attributes.to_json();
         if let Some(expires) = self.expires {
             text.pop();
-            text.push_str(&format!(",\"Expires\":{}}}", unix_seconds(expires)));
+            text.extend([",\"Expires\":", &unix_seconds(expires).to_string(), "}"]);
         }
         text.push('\n');
         text

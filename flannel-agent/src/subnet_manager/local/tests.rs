@@ -4,15 +4,15 @@ use tokio::time::timeout;
 
 use super::*;
 
-const DAY: Duration = Duration::from_secs(86_400);
-const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_hours(24);
+const HOUR: Duration = Duration::from_hours(1);
 
 fn store(dir: &Path) -> LocalSubnetManager {
     store_with(dir, DAY, HOUR)
 }
 
 fn store_with(dir: &Path, ttl: Duration, margin: Duration) -> LocalSubnetManager {
-    LocalSubnetManager::new(dir.to_owned(), ttl, margin, Metrics::default()).expect("a store")
+    LocalSubnetManager::new(dir, ttl, margin, Metrics::default()).expect("a store")
 }
 
 fn config() -> NetworkConfig {
@@ -193,7 +193,7 @@ fn peers_come_change_and_go() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path();
     with_events(&store(path), async |_, granted, rx| {
-        assert_eq!(snapshot(rx).await, [granted.lease.clone()]);
+        assert_eq!(snapshot(rx).await, std::slice::from_ref(&granted.lease));
         let subnets = peer(path, "10.4.7.0-24", r#"{"PublicIP":"1.1.1.7"}"#);
         let lease = |ip| Lease { subnets, attributes: request(ip).attributes };
         assert_eq!(changes(rx).await, [LeaseChange::Put(lease("1.1.1.7"))]);

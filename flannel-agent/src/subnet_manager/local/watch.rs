@@ -23,6 +23,15 @@ struct Active {
     subnets: WatchDescriptor,
 }
 
+enum Meaning {
+    /// This lease file has to be read again.
+    File(OsString),
+    /// Nothing to do.
+    Nothing,
+    /// Events were lost or the watch has ended: watch anew and read everything.
+    WatchOver,
+}
+
 impl Active {
     fn new(dir: &Directory) -> io::Result<Self> {
         let gone = WatchMask::DELETE_SELF | WatchMask::MOVE_SELF | WatchMask::ONLYDIR;
@@ -37,22 +46,23 @@ impl Active {
         Ok(Self { events: inotify.into_event_stream(vec![0; 4096])?, subnets })
     }
 
-    /// Files that an event is about; `None` if the watch itself is of no more use.
-    fn names(&self, event: io::Result<Event<OsString>>) -> Option<Option<OsString>> {
-        let event = event.ok()?;
+    /// What an event means.
+    fn read(&self, event: io::Result<Event<OsString>>) -> Meaning {
+        let Ok(event) = event else { return Meaning::WatchOver };
         let lost = EventMask::Q_OVERFLOW
             | EventMask::IGNORED
             | EventMask::DELETE_SELF
             | EventMask::MOVE_SELF
             | EventMask::UNMOUNT;
         if event.mask.intersects(lost) {
-            return None;
+            return Meaning::WatchOver;
         }
-        if event.wd == self.subnets {
-            return Some(event.name);
+        match event.name {
+            Some(name) if event.wd == self.subnets => Meaning::File(name),
+            // In the directory itself only the coming and going of `subnets` matters.
+            Some(name) if name == "subnets" => Meaning::WatchOver,
+            _ => Meaning::Nothing,
         }
-        // In the directory itself only the coming and going of `subnets` matters.
-        event.name.is_none_or(|name| name != "subnets").then_some(None)
     }
 }
 
@@ -98,26 +108,21 @@ impl Watch {
             return pending().await;
         };
         let mut names = Vec::new();
-        let mut next = active.events.next().await;
+        let mut next = Some(active.events.next().await);
         // Whatever else has queued up is done in one go.
         while let Some(event) = next {
-            match active.names(event) {
-                Some(name) => names.extend(name),
-                None => {
+            match event.map_or(Meaning::WatchOver, |event| active.read(event)) {
+                Meaning::File(name) => names.push(name),
+                Meaning::Nothing => {}
+                Meaning::WatchOver => {
                     self.active = None;
                     return Dirty::All;
                 }
             }
-            next = match active.events.next().now_or_never() {
-                Some(event) => event,
-                None => {
-                    names.sort_unstable();
-                    names.dedup();
-                    return Dirty::Names(names);
-                }
-            };
+            next = active.events.next().now_or_never();
         }
-        self.active = None;
-        Dirty::All
+        names.sort_unstable();
+        names.dedup();
+        Dirty::Names(names)
     }
 }
