@@ -5,6 +5,7 @@
 //! them into the wanted set, a [`backend`] makes the kernel equal to it.
 
 pub mod backend;
+pub mod cli;
 pub mod config;
 pub mod external_interface;
 pub mod lease;

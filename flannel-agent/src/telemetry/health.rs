@@ -24,14 +24,8 @@ pub enum Condition {
 
 impl Condition {
     /// All conditions, in the order in which they come true at start.
-    pub const ALL: [Self; 6] = [
-        Self::Config,
-        Self::Lease,
-        Self::Device,
-        Self::Peers,
-        Self::Firewall,
-        Self::SubnetFile,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Config, Self::Lease, Self::Device, Self::Peers, Self::Firewall, Self::SubnetFile];
 
     /// The word in `/readyz`, `/status` and metrics.
     pub const fn name(self) -> &'static str {
