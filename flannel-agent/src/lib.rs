@@ -8,6 +8,7 @@ pub mod backend;
 pub mod cli;
 pub mod config;
 pub mod external_interface;
+pub mod go_json;
 pub mod lease;
 pub mod peer_table;
 pub mod subnet_manager;

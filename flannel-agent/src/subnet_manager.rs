@@ -1,5 +1,7 @@
 //! Subnet managers: where leases live. One trait, one module per store.
 
+pub mod acquire;
+
 use std::time::SystemTime;
 
 use async_trait::async_trait;
