@@ -7,7 +7,14 @@ pub mod environment;
 pub mod flags;
 mod go_syntax;
 
-use std::{ffi::OsString, fmt, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    ffi::OsString,
+    fmt,
+    io::{self, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{Args, FromArgMatches, ValueEnum};
 
@@ -50,11 +57,12 @@ impl Exit {
 
     /// Prints the message (help on standard output, mistakes on standard error).
     pub fn report(&self) -> ExitCode {
-        if self.code == 0 {
-            println!("{}", self.message);
+        // Nobody is left to tell when the stream is closed.
+        let _ = if self.code == 0 {
+            writeln!(io::stdout(), "{}", self.message)
         } else {
-            eprintln!("{}", self.message);
-        }
+            writeln!(io::stderr(), "{}", self.message)
+        };
         self.code.into()
     }
 }
