@@ -126,7 +126,7 @@ pub fn select(
             }),
         };
         return found
-            .and_then(|choice| selection.complete(choice))
+            .and_then(|choice| selection.complete(&choice))
             .map_err(|why| selection.not_found(&why));
     }
 
@@ -139,7 +139,7 @@ pub fn select(
     let mut misses = Vec::new();
     // All three are lazy: nothing is looked up after the first hit.
     for (flag, found) in by_name.chain(by_regex).chain(by_route) {
-        match found.and_then(|choice| selection.complete(choice)) {
+        match found.and_then(|choice| selection.complete(&choice)) {
             Ok(interface) => {
                 if !misses.is_empty() {
                     tracing::info!("{flag} decides, because {}", misses.join("; "));
@@ -327,8 +327,8 @@ impl<'a> Selection<'a> {
     }
 
     /// Fills in the addresses that are not decided yet.
-    fn complete(&self, choice: Choice<'a>) -> Result<ExternalInterface, String> {
-        let Choice { link, v4, v6 } = choice;
+    fn complete(&self, choice: &Choice<'a>) -> Result<ExternalInterface, String> {
+        let Choice { link, v4, v6 } = *choice;
         if link.mtu == 0 {
             return Err(format!("{} has an MTU of 0", link.name));
         }

@@ -52,7 +52,6 @@ pub struct Link {
 
 /// An address on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a flag of the kernel's")]
 pub struct Address {
     /// The address.
     pub ip: IpAddr,
