@@ -83,7 +83,8 @@ pub async fn discover(
     families: Families,
 ) -> Result<ExternalInterface, SelectError> {
     let can_reach = parse_ip::<IpAddr>("--iface-can-reach", &flags.iface_can_reach)?;
-    let inventory = inventory::read(!flags.restrict(), can_reach).await?;
+    let any = !flags.restrict();
+    let inventory = inventory::read(any && families.v4, any && families.v6, can_reach).await?;
     select(flags, families, &inventory)
 }
 

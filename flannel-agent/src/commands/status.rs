@@ -182,7 +182,7 @@ impl Remains {
     fn read(error: &AskError, subnet_file: &Path) -> anyhow::Result<Self> {
         let running = matches!(error, AskError::BadAnswer { .. });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
-        let inventory = runtime.block_on(inventory::read(false, None))?;
+        let inventory = runtime.block_on(inventory::read(false, false, None))?;
         Ok(Self {
             running,
             error: error.to_string(),

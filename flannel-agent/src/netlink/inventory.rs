@@ -102,9 +102,11 @@ pub struct RouteTo {
     pub source: Option<IpAddr>,
 }
 
-/// Reads a snapshot. Default routes and the route to an address only if asked for.
+/// Reads a snapshot. Default routes of a family and the route to an address only if asked for:
+/// a host without IPv6 has nothing to say about its routes.
 pub async fn read(
-    default_routes: bool,
+    default_v4: bool,
+    default_v6: bool,
     can_reach: Option<IpAddr>,
 ) -> Result<Inventory, InventoryError> {
     let failed = |what| move |reason: String| InventoryError { what, reason };
@@ -127,9 +129,11 @@ pub async fn read(
         }
     }
     let mut inventory = Inventory { links, ..Inventory::default() };
-    if default_routes {
+    if default_v4 {
         inventory.default_v4 =
             read_default(&handle, AddressFamily::Inet).await.map_err(failed("IPv4 routes"))?;
+    }
+    if default_v6 {
         inventory.default_v6 =
             read_default(&handle, AddressFamily::Inet6).await.map_err(failed("IPv6 routes"))?;
     }
@@ -199,7 +203,8 @@ async fn read_default(
     let mut routes = handle.route().get(request).execute();
     while let Some(route) = routes.try_next().await.map_err(|e| e.to_string())? {
         // Kernels before 4.20 do not filter.
-        let wanted = route.header.destination_prefix_length == 0
+        let wanted = route.header.address_family == family
+            && route.header.destination_prefix_length == 0
             && route.header.table == RouteHeader::RT_TABLE_MAIN
             && route.header.kind == RouteType::Unicast;
         if !wanted {
@@ -267,7 +272,7 @@ mod tests {
 
     #[tokio::test]
     async fn every_host_has_a_loopback() {
-        let inventory = read(true, Some(Ipv4Addr::LOCALHOST.into())).await.expect("readable");
+        let inventory = read(true, true, Some(Ipv4Addr::LOCALHOST.into())).await.expect("readable");
         let link = inventory.links.iter().find(|link| link.loopback).expect("lo");
         assert_eq!(link.name, "lo");
         assert!(link.mtu > 0);
