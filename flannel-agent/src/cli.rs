@@ -7,9 +7,16 @@ pub mod environment;
 pub mod flags;
 mod go_syntax;
 
-use std::{ffi::OsString, fmt, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    ffi::OsString,
+    fmt,
+    io::{self, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
 
-use clap::{Args, FromArgMatches, ValueEnum};
+use clap::{ArgAction, Args, FromArgMatches, ValueEnum};
 
 pub use flags::Options;
 
@@ -50,11 +57,12 @@ impl Exit {
 
     /// Prints the message (help on standard output, mistakes on standard error).
     pub fn report(&self) -> ExitCode {
-        if self.code == 0 {
-            println!("{}", self.message);
+        // Nobody is left to tell when the stream is closed.
+        let _ = if self.code == 0 {
+            writeln!(io::stdout(), "{}", self.message)
         } else {
-            eprintln!("{}", self.message);
-        }
+            writeln!(io::stderr(), "{}", self.message)
+        };
         self.code.into()
     }
 }
@@ -161,7 +169,9 @@ impl Subcommand {
         let clap = T::augment_args(clap::Command::new(self.name))
             .bin_name(format!("{PROGRAM} {}", self.name))
             .about(self.about)
-            .args_override_self(true);
+            .args_override_self(true)
+            .disable_help_flag(true)
+            .arg(help_flag());
         let line = go_syntax::normalise(&clap, words)?;
         if let Some(word) = line.rest.first() {
             return Err(Exit::usage(format!(
@@ -232,19 +242,31 @@ fn parse_agent(words: Vec<OsString>, env: Environment<'_>) -> Result<Command, Ex
 
 /// The agent's flags as clap sees them.
 fn agent_command() -> clap::Command {
-    let commands: String =
+    let commands: Vec<_> =
         SUBCOMMANDS.iter().map(|s| format!("  {:<16} {}\n", s.name, s.about)).collect();
     Options::augment_args(clap::Command::new(PROGRAM))
         .about("Drop-in flannel agent whose VXLAN data path runs in eBPF")
         .override_usage(format!("{PROGRAM} [FLAG]...\n       {PROGRAM} COMMAND [FLAG]..."))
         .after_help(format!(
-            "Commands (each has its own --help):\n{commands}\nFlags take one dash or two. Each \
+            "Commands (each has its own --help):\n{}\nFlags take one dash or two. Each \
              flag also has an environment variable: {}ETCD_ENDPOINTS\nis --etcd-endpoints, and \
              so on; the command line wins.",
+            commands.concat(),
             environment::PREFIX,
         ))
         .disable_version_flag(true)
         .args_override_self(true)
+        .disable_help_flag(true)
+        .arg(help_flag())
+}
+
+/// One line a flag, with `-h` and `--help` alike.
+fn help_flag() -> clap::Arg {
+    clap::Arg::new("help")
+        .short('h')
+        .long("help")
+        .action(ArgAction::HelpShort)
+        .help("Print this and stop")
 }
 
 fn parse_words(clap: &clap::Command, words: &[OsString]) -> Result<clap::ArgMatches, Exit> {

@@ -6,10 +6,13 @@
 
 pub mod backend;
 pub mod cli;
+pub mod commands;
 pub mod config;
+pub mod control;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
+pub mod netlink;
 pub mod peer_table;
 pub mod subnet_manager;
 pub mod telemetry;

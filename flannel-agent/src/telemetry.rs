@@ -57,7 +57,7 @@ impl Telemetry {
         }
     }
 
-    /// All metrics in the OpenMetrics text format.
+    /// All metrics in the `OpenMetrics` text format.
     pub fn metrics_text(&self) -> String {
         let missing = self.readiness.missing();
         for condition in Condition::ALL {

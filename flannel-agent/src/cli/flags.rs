@@ -425,7 +425,7 @@ impl FromStr for BindAddress {
 
 /// Flags of the log.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Logging and help")]
+#[command(next_help_heading = "Logging and version")]
 pub struct LogFlags {
     /// Verbosity: up to 2 is normal, 3 debug, 4 trace, 6 also what the libraries say. The
     /// variable `RUST_LOG` overrides it.

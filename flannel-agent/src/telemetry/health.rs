@@ -76,7 +76,7 @@ impl Readiness {
 }
 
 /// How long one pass of the agent's loop may take before the agent counts as stuck.
-pub const STUCK_AFTER: Duration = Duration::from_secs(60);
+pub const STUCK_AFTER: Duration = Duration::from_mins(1);
 
 /// Whether the agent's loop turns. While it waits for events there is nothing to measure, so
 /// only the passes are: each holds a [`Pass`] from begin to end.

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     convert::Infallible,
+    fmt::Write as _,
     future::{Future, poll_fn},
     io,
     net::SocketAddr,
@@ -56,19 +57,19 @@ pub enum Pages {
 
 /// An address cannot be listened on.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen on {address} ({flag}): {source}")]
+#[error("cannot listen on {address} ({flag}): {reason}")]
 pub struct BindError {
     /// The address.
     pub address: SocketAddr,
     /// The flag it came from.
     pub flag: &'static str,
     /// What the kernel said.
-    pub source: io::Error,
+    pub reason: io::Error,
 }
 
 /// Opens a TCP port. `flag` is named in the error.
 pub async fn bind(address: SocketAddr, flag: &'static str) -> Result<TcpListener, BindError> {
-    TcpListener::bind(address).await.map_err(|source| BindError { address, flag, source })
+    TcpListener::bind(address).await.map_err(|reason| BindError { address, flag, reason })
 }
 
 /// A socket that takes connections.
@@ -220,7 +221,8 @@ fn page(
             let mut body = "flanneld is not ready yet\n".to_owned();
             for (condition, reason) in missing {
                 let reason = reason.split_whitespace().collect::<Vec<_>>().join(" ");
-                body.push_str(&format!("{}: {reason}\n", condition.name()));
+                // Writing to a string cannot fail.
+                let _ = writeln!(body, "{}: {reason}", condition.name());
             }
             answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
         }
