@@ -14,5 +14,6 @@ pub mod go_json;
 pub mod lease;
 pub mod netlink;
 pub mod peer_table;
+pub mod subnet_env;
 pub mod subnet_manager;
 pub mod telemetry;
