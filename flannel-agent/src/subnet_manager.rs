@@ -1,5 +1,7 @@
 //! Subnet managers: where leases live. One trait, one module per store.
 
+pub mod etcd;
+
 use std::time::SystemTime;
 
 use async_trait::async_trait;
