@@ -1,6 +1,7 @@
 //! Subnet managers: where leases live. One trait, one module per store.
 
 pub mod acquire;
+pub mod etcd;
 pub mod local;
 
 use std::time::SystemTime;
