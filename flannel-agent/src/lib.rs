@@ -7,6 +7,7 @@
 pub mod backend;
 pub mod config;
 pub mod external_interface;
+pub mod go_json;
 pub mod lease;
 pub mod peer_table;
 pub mod subnet_manager;

@@ -1,5 +1,6 @@
 //! Subnet managers: where leases live. One trait, one module per store.
 
+pub mod acquire;
 pub mod etcd;
 
 use std::time::SystemTime;
