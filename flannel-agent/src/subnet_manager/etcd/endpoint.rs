@@ -132,8 +132,12 @@ impl Endpoint {
                 "etcd endpoint '{text}' is not usable: it has to look like http://host:port"
             ));
         }
-        if uri.port().is_some_and(|port| port.as_u16() == 0) {
-            return Err(format!("etcd endpoint '{text}' has port 0"));
+        let host = uri.host().unwrap_or_default();
+        // The URL parser takes anything for a port.
+        if let Some(port) = rest.strip_prefix(host).and_then(|rest| rest.strip_prefix(':'))
+            && !port.parse::<u16>().is_ok_and(|port| port != 0)
+        {
+            return Err(format!("etcd endpoint '{text}' has no usable port: '{port}'"));
         }
         Ok(Self { url, tls })
     }
@@ -215,7 +219,8 @@ mod tests {
             ("http://", "http://"),
             ("http://h:1/v2/keys", "http://host:port"),
             ("http://h:x", "h:x"),
-            ("http://h:0", "port 0"),
+            ("http://h:0", "no usable port: '0'"),
+            ("http://[::1]:70000", "70000"),
         ] {
             let error = Endpoint::parse(text, false).unwrap_err();
             assert!(error.contains(word), "{text}: {error}");
