@@ -13,6 +13,7 @@ use std::{cell::RefCell, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use tokio::sync::{Notify, mpsc};
+use tracing::warn;
 
 pub use self::endpoint::Password;
 use self::{
@@ -21,12 +22,10 @@ use self::{
     held::{Held, Term},
     registry::{Keys, Listing, Registry, Version},
 };
-use super::{
-    GrantedLease, LeaseRequest, StoreError, StoreEvent, StoredIdentity, SubnetManager,
-};
+use super::{GrantedLease, LeaseRequest, StoreError, StoreEvent, StoredIdentity, SubnetManager};
 use crate::{
     config::NetworkConfig,
-    lease::{LeaseAttributes, Subnets},
+    lease::{Lease, LeaseAttributes, Subnets},
     telemetry::metrics::Metrics,
 };
 
@@ -67,7 +66,7 @@ pub struct EtcdSubnetManager {
     /// The list of leases that was made last, so that start-up needs one and not three.
     recent: RefCell<Option<Listing>>,
     /// The loss of a subnet to somebody else that was reported last: told once, not per try.
-    reported: RefCell<Option<(Subnets, LeaseAttributes)>>,
+    reported: RefCell<Option<(Subnets, Lease)>>,
 }
 
 impl EtcdSubnetManager {
@@ -83,8 +82,7 @@ impl EtcdSubnetManager {
             cert: set(options.certfile),
             ca: set(options.cafile),
         };
-        let endpoints =
-            Endpoint::parse_all(&options.endpoints, &tls).map_err(StoreError::Fatal)?;
+        let endpoints = Endpoint::parse_all(&options.endpoints, &tls).map_err(StoreError::Fatal)?;
         let user = match (options.username.filter(|name| !name.is_empty()), options.password) {
             (Some(name), Some(password)) if !password.is_empty() => Some((name, password)),
             (None, Some(password)) if !password.is_empty() => {
@@ -93,9 +91,9 @@ impl EtcdSubnetManager {
                 ));
             }
             (Some(name), _) => {
-                return Err(StoreError::Fatal(format!(
-                    "-etcd-username {name} is given without -etcd-password: give both"
-                )));
+                // As flanneld does: both or no authentication.
+                warn!("-etcd-username {name} is ignored: there is no -etcd-password");
+                None
             }
             (None, _) => None,
         };

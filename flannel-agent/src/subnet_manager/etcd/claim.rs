@@ -13,7 +13,7 @@ use crate::{
     lease::{Lease, LeaseAttributes},
     subnet_manager::{
         GrantedLease, LeaseRequest, StoreError,
-        acquire::{Choice, KnownLease, plan},
+        acquire::{Choice, KnownLease, holder, plan},
     },
 };
 
@@ -65,15 +65,16 @@ impl EtcdSubnetManager {
         }));
         let plan = plan(config, &request.attributes, request.previous, &listing.known);
         listing.known.truncate(readable);
-        let plan = plan?;
+        let plan = plan.map_err(|error| StoreError::NoLease(error.to_string()))?;
 
-        if let Some(holder) = plan.previous_held_by {
-            self.report_taken(request, holder);
+        if let Some(by) = plan.previous_held_by {
+            self.report_taken(request, by);
         }
-        if let Some(useless) = plan.discard
-            && let Some(version) = listing.version(&useless)
-        {
-            info!("our lease of {useless} does not fit the network configuration and is given back");
+        for useless in plan.discard {
+            let Some(version) = listing.version(&useless) else { continue };
+            info!(
+                "our lease of {useless} does not fit the network configuration and is given back"
+            );
             self.registry.delete_if(&useless, version.mod_revision).await?;
             listing.remove(&useless);
         }
@@ -122,28 +123,20 @@ impl EtcdSubnetManager {
     }
 
     /// Tells the operator, once, that two nodes claim one subnet.
-    fn report_taken(&self, request: &LeaseRequest, holder: LeaseAttributes) {
-        let report = Some((request.previous, holder));
+    fn report_taken(&self, request: &LeaseRequest, by: Lease) {
+        let report = Some((request.previous, by));
         if *self.reported.borrow() == report {
             return;
         }
-        if let Some((previous, holder)) = &report {
+        if let Some((previous, by)) = &report {
             error!(
                 "our previous subnet {previous} is now leased to {}: we ({}) take another one; \
                  pods that still use addresses of {previous} have to be restarted",
-                shown_ip(holder),
-                shown_ip(&request.attributes),
+                holder(&by.attributes),
+                holder(&request.attributes),
             );
         }
         *self.reported.borrow_mut() = report;
-    }
-}
-
-fn shown_ip(attributes: &LeaseAttributes) -> String {
-    match (attributes.public_ip, attributes.public_ipv6) {
-        (Some(ip), _) => ip.to_string(),
-        (None, Some(ip)) => ip.to_string(),
-        (None, None) => "an unknown node".to_owned(),
     }
 }
 
@@ -157,7 +150,7 @@ fn warn_of_twin(found: &Lease, ours: &LeaseAttributes) {
             "taking over the lease of {} with public IP {}: it names the VTEP MAC {theirs}, ours \
              is {mine}. If this host has no new device, another host uses the same public IP",
             found.subnets,
-            shown_ip(ours),
+            holder(ours),
         );
     }
 }

@@ -60,14 +60,7 @@ impl EtcdClient {
         user: Option<(String, Password)>,
         metrics: Metrics,
     ) -> Self {
-        Self {
-            endpoints,
-            tls,
-            user,
-            open: RefCell::default(),
-            preferred: Cell::new(0),
-            metrics,
-        }
+        Self { endpoints, tls, user, open: RefCell::default(), preferred: Cell::new(0), metrics }
     }
 
     /// Whether calls are made in the name of a user.

@@ -52,8 +52,11 @@ impl TlsFiles {
     /// Reads the files. Without a CA the system's roots decide whom we trust.
     pub(super) fn load(&self) -> Result<TlsOptions, String> {
         let mut tls = match &self.ca {
-            Some(ca) => TlsOptions::new()
-                .ca_certificate(Certificate::from_pem(read_pem(ca, "-etcd-cafile", "CERTIFICATE")?)),
+            Some(ca) => TlsOptions::new().ca_certificate(Certificate::from_pem(read_pem(
+                ca,
+                "-etcd-cafile",
+                "CERTIFICATE",
+            )?)),
             None => TlsOptions::new().with_native_roots(),
         };
         match (&self.cert, &self.key) {
@@ -76,8 +79,7 @@ impl TlsFiles {
 
 fn read_pem(path: &Path, flag: &str, label: &str) -> Result<Vec<u8>, String> {
     let shown = path.display();
-    let text =
-        fs::read(path).map_err(|error| format!("cannot read {shown} ({flag}): {error}"))?;
+    let text = fs::read(path).map_err(|error| format!("cannot read {shown} ({flag}): {error}"))?;
     let wanted = format!("{label}-----");
     if text.windows(wanted.len()).any(|window| window == wanted.as_bytes()) {
         Ok(text)
@@ -116,8 +118,10 @@ impl Endpoint {
             None => (tls_configured, text),
         };
         if rest.contains('@') {
-            return Err("an etcd endpoint holds a user name: use -etcd-username and -etcd-password"
-                .to_owned());
+            return Err(
+                "an etcd endpoint holds a user name: use -etcd-username and -etcd-password"
+                    .to_owned(),
+            );
         }
         let rest = rest.trim_end_matches('/');
         let url = format!("{}://{rest}", if tls { "https" } else { "http" });
@@ -128,8 +132,12 @@ impl Endpoint {
                 "etcd endpoint '{text}' is not usable: it has to look like http://host:port"
             ));
         }
-        if uri.port().is_some_and(|port| port.as_u16() == 0) {
-            return Err(format!("etcd endpoint '{text}' has port 0"));
+        let host = uri.host().unwrap_or_default();
+        // The URL parser takes anything for a port.
+        if let Some(port) = rest.strip_prefix(host).and_then(|rest| rest.strip_prefix(':'))
+            && !port.parse::<u16>().is_ok_and(|port| port != 0)
+        {
+            return Err(format!("etcd endpoint '{text}' has no usable port: '{port}'"));
         }
         Ok(Self { url, tls })
     }
@@ -211,7 +219,8 @@ mod tests {
             ("http://", "http://"),
             ("http://h:1/v2/keys", "http://host:port"),
             ("http://h:x", "h:x"),
-            ("http://h:0", "port 0"),
+            ("http://h:0", "no usable port: '0'"),
+            ("http://[::1]:70000", "70000"),
         ] {
             let error = Endpoint::parse(text, false).unwrap_err();
             assert!(error.contains(word), "{text}: {error}");

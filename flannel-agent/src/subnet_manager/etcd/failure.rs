@@ -85,11 +85,17 @@ fn explain_status(endpoint: &Endpoint, has_user: bool, status: &Status) -> (Caus
     } else if says("requested lease not found") {
         (Cause::LeaseGone, "does not know the etcd lease any more".to_owned())
     } else if says("no leader") {
-        (Cause::Endpoint, "has no leader: the cluster has lost its quorum, or this member is cut off".to_owned())
+        (
+            Cause::Endpoint,
+            "has no leader: the cluster has lost its quorum, or this member is cut off".to_owned(),
+        )
     } else if says("authentication is not enabled") {
         (Cause::AuthDisabled, "does not use authentication".to_owned())
     } else if says("authentication failed") {
-        (Cause::Refused, "refuses user name or password: check -etcd-username and -etcd-password".to_owned())
+        (
+            Cause::Refused,
+            "refuses user name or password: check -etcd-username and -etcd-password".to_owned(),
+        )
     } else if says("user name is empty") && !has_user {
         (Cause::Refused, "wants a user: set -etcd-username and -etcd-password".to_owned())
     } else if says("invalid auth token")
@@ -102,17 +108,23 @@ fn explain_status(endpoint: &Endpoint, has_user: bool, status: &Status) -> (Caus
         let who = if has_user { "the user of -etcd-username" } else { "an anonymous client" };
         (
             Cause::Refused,
-            format!("denies permission to {who}: its role needs readwrite on the whole -etcd-prefix"),
+            format!(
+                "denies permission to {who}: its role needs readwrite on the whole -etcd-prefix"
+            ),
         )
     } else if says("database space exceeded") {
-        (Cause::Refused, "is out of space: compact and defragment it, then disarm its alarm".to_owned())
+        (
+            Cause::Refused,
+            "is out of space: compact and defragment it, then disarm its alarm".to_owned(),
+        )
     } else if let Some(source) = status.source() {
         explain_transport(endpoint, source)
     } else {
         let cause = match status.code() {
-            Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange | Code::NotFound => {
-                Cause::Refused
-            }
+            Code::InvalidArgument
+            | Code::FailedPrecondition
+            | Code::OutOfRange
+            | Code::NotFound => Cause::Refused,
             _ => Cause::Endpoint,
         };
         (cause, format!("answers with an error: {message}"))
@@ -137,7 +149,8 @@ fn explain_transport(endpoint: &Endpoint, error: &(dyn StdError + 'static)) -> (
          endpoint, or add this one to it"
             .to_owned()
     } else if says(&["certificate: Expired", "NotValidYet"]) {
-        "shows a certificate that is not valid today: renew it, or check this host's clock".to_owned()
+        "shows a certificate that is not valid today: renew it, or check this host's clock"
+            .to_owned()
     } else if says(&["CertificateRequired", "BadCertificate", "UnknownCA", "CertificateUnknown"]) {
         "does not accept our client certificate (or wants one): check -etcd-certfile and -etcd-keyfile"
             .to_owned()
@@ -179,7 +192,11 @@ mod tests {
     fn every_cause_has_its_own_words_and_names_the_endpoint() {
         let texts: Vec<String> = [
             explained(Code::Unavailable, "etcdserver: no leader", false),
-            explained(Code::InvalidArgument, "etcdserver: authentication failed, invalid user ID or password", true),
+            explained(
+                Code::InvalidArgument,
+                "etcdserver: authentication failed, invalid user ID or password",
+                true,
+            ),
             explained(Code::InvalidArgument, "etcdserver: user name is empty", false),
             explained(Code::PermissionDenied, "etcdserver: permission denied", true),
             explained(Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded", false),
@@ -200,28 +217,59 @@ mod tests {
     #[test]
     fn causes_that_are_acted_on() {
         for (code, message, cause) in [
-            (Code::OutOfRange, "etcdserver: mvcc: required revision has been compacted", Cause::Compacted),
+            (
+                Code::OutOfRange,
+                "etcdserver: mvcc: required revision has been compacted",
+                Cause::Compacted,
+            ),
             (Code::NotFound, "etcdserver: requested lease not found", Cause::LeaseGone),
             (Code::Unauthenticated, "etcdserver: invalid auth token", Cause::Token),
             (Code::InvalidArgument, "etcdserver: revision of auth store is old", Cause::Token),
-            (Code::FailedPrecondition, "etcdserver: authentication is not enabled", Cause::AuthDisabled),
-            (Code::InvalidArgument, "etcdserver: duplicate key given in txn request", Cause::Refused),
+            (
+                Code::FailedPrecondition,
+                "etcdserver: authentication is not enabled",
+                Cause::AuthDisabled,
+            ),
+            (
+                Code::InvalidArgument,
+                "etcdserver: duplicate key given in txn request",
+                Cause::Refused,
+            ),
             (Code::Unavailable, "etcdserver: request timed out", Cause::Endpoint),
         ] {
             assert_eq!(explained(code, message, true).cause, cause, "{message}");
         }
         // With a user configured an empty name means that we sent no token yet.
-        assert_eq!(explained(Code::InvalidArgument, "etcdserver: user name is empty", true).cause, Cause::Token);
+        assert_eq!(
+            explained(Code::InvalidArgument, "etcdserver: user name is empty", true).cause,
+            Cause::Token
+        );
     }
 
     #[test]
     fn the_innermost_transport_error_decides() {
         for (kind, text, word) in [
             (std::io::ErrorKind::ConnectionRefused, "Connection refused (os error 111)", "refuses"),
-            (std::io::ErrorKind::InvalidData, "invalid peer certificate: UnknownIssuer", "-etcd-cafile"),
-            (std::io::ErrorKind::InvalidData, "invalid peer certificate: certificate not valid for name \"x\": NotValidForName", "name or address"),
-            (std::io::ErrorKind::InvalidData, "received fatal alert: CertificateRequired", "-etcd-certfile"),
-            (std::io::ErrorKind::InvalidData, "received corrupt message of type InvalidContentType", "http://"),
+            (
+                std::io::ErrorKind::InvalidData,
+                "invalid peer certificate: UnknownIssuer",
+                "-etcd-cafile",
+            ),
+            (
+                std::io::ErrorKind::InvalidData,
+                "invalid peer certificate: certificate not valid for name \"x\": NotValidForName",
+                "name or address",
+            ),
+            (
+                std::io::ErrorKind::InvalidData,
+                "received fatal alert: CertificateRequired",
+                "-etcd-certfile",
+            ),
+            (
+                std::io::ErrorKind::InvalidData,
+                "received corrupt message of type InvalidContentType",
+                "http://",
+            ),
             (std::io::ErrorKind::TimedOut, "connection timed out", "firewall"),
         ] {
             let status = Status::from_error(Box::new(std::io::Error::new(kind, text)));

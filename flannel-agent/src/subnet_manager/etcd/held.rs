@@ -169,9 +169,8 @@ impl Held {
 
     /// What has to be done next, if renewal is wanted `margin` before the end.
     pub(super) fn next(&self, margin: Duration) -> Next {
-        let wall_of = |at: Instant| {
-            SystemTime::now() + at.saturating_duration_since(Instant::now())
-        };
+        let wall_of =
+            |at: Instant| SystemTime::now() + at.saturating_duration_since(Instant::now());
         let renewal = match self.term {
             Term::Reservation => Next::Idle,
             Term::Unknown => return Next::LearnTerm,

@@ -18,7 +18,10 @@ use super::{
     held::{Next, Seen, Term},
     registry::{Decoded, Entry, Put, Version},
 };
-use crate::subnet_manager::{LeaseLost, StoreError, StoreEvent};
+use crate::{
+    lease::LeaseAttributes,
+    subnet_manager::{LeaseLost, StoreError, StoreEvent, acquire::holder},
+};
 
 /// Pause after a renewal that failed.
 const RETRY: Duration = Duration::from_secs(5);
@@ -40,7 +43,8 @@ impl EtcdSubnetManager {
         let mut failing = false;
         let mut not_before = Instant::now();
         loop {
-            let next = self.held.borrow().as_ref().map_or(Next::Idle, |h| h.next(self.renew_margin));
+            let next =
+                self.held.borrow().as_ref().map_or(Next::Idle, |h| h.next(self.renew_margin));
             let (at, wall) = match next {
                 Next::Idle => {
                     self.held_changed.notified().await;
@@ -230,11 +234,11 @@ impl EtcdSubnetManager {
 }
 
 /// Says that a second host seems to publish our address.
-fn warn_of_twin(entry: &Entry, ours: &crate::lease::LeaseAttributes) {
+fn warn_of_twin(entry: &Entry, ours: &LeaseAttributes) {
     warn!(
         "the lease of {} was rewritten with our public IP {} but other data; ours are put back. \
          Do two hosts use this address?",
         entry.lease.subnets,
-        ours.public_ip.map_or_else(|| "0.0.0.0".to_owned(), |ip| ip.to_string()),
+        holder(ours),
     );
 }

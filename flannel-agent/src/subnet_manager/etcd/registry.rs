@@ -250,7 +250,8 @@ impl Registry {
     }
 
     fn complain(&self, kv: &KeyValue, why: &str) {
-        if self.bad.borrow_mut().insert(kv.key().into(), kv.mod_revision()) != Some(kv.mod_revision())
+        if self.bad.borrow_mut().insert(kv.key().into(), kv.mod_revision())
+            != Some(kv.mod_revision())
         {
             self.metrics.store_bad_entries.inc();
             warn!(
@@ -345,9 +346,8 @@ impl Registry {
     /// Deletes a lease if its key is still as we saw it.
     pub(super) async fn delete_if(&self, subnets: &Subnets, seen: i64) -> Result<(), Failure> {
         let key = self.keys.lease(subnets);
-        let txn = Txn::new()
-            .when([unchanged(&key, seen)])
-            .and_then([TxnOp::delete(key.as_str(), None)]);
+        let txn =
+            Txn::new().when([unchanged(&key, seen)]).and_then([TxnOp::delete(key.as_str(), None)]);
         self.client.call(async |c| kv(c).txn(txn.clone()).await).await.map(|_| ())
     }
 }

@@ -76,7 +76,9 @@ impl EtcdSubnetManager {
                 End::Lost(lost) => return Some(lost),
                 End::Closed => return None,
                 End::Compacted => {
-                    info!("etcd has compacted the history we had not seen; listing all leases again");
+                    info!(
+                        "etcd has compacted the history we had not seen; listing all leases again"
+                    );
                     following.next_revision = None;
                     continue;
                 }
@@ -309,10 +311,10 @@ impl EtcdSubnetManager {
         if lost.is_none() && own_removed {
             // Perhaps somebody holds it by now; perhaps it is back and ours.
             lost = self.check_own().await.unwrap_or_else(|_| {
-                self.held.borrow().as_ref().map(|held| LeaseLost {
-                    subnets: held.lease.subnets,
-                    holder: None,
-                })
+                self.held
+                    .borrow()
+                    .as_ref()
+                    .map(|held| LeaseLost { subnets: held.lease.subnets, holder: None })
             });
         }
         lost.map_or(Ok(()), |lost| Err(End::Lost(lost)))
