@@ -10,7 +10,7 @@ use aya_ebpf::{macros::classifier, programs::TcContext};
 
 /// Underlay device, TC ingress: counts the packets of the tunnel. Never ends the chain.
 #[classifier]
-pub fn underlay_ingress(ctx: TcContext) -> i32 {
+fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
 }
 

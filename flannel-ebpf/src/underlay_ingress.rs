@@ -7,7 +7,10 @@ use aya_ebpf::{
     helpers::{bpf_ktime_get_ns, bpf_skb_load_bytes},
     programs::TcContext,
 };
-use aya_log_ebpf::{Level, info, macro_support::level_enabled};
+use aya_log_ebpf::{
+    info,
+    macro_support::{Level, level_enabled},
+};
 use flannel_common::{
     map::{Counters, OuterAddress},
     outcome::Outcome,

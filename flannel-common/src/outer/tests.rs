@@ -160,11 +160,8 @@ fn every_truncation_is_noticed() {
     for (packet, udp_start) in cases {
         for len in 0..packet.len() {
             // Before the ports are there, nobody can tell whose packet it is.
-            let expected = if len < udp_start + 6 {
-                Seen::Other
-            } else {
-                Seen::Odd(Outcome::Malformed)
-            };
+            let expected =
+                if len < udp_start + 6 { Seen::Other } else { Seen::Odd(Outcome::Malformed) };
             assert_eq!(seen(&packet[..len]), expected, "{len} of {} bytes", packet.len());
         }
     }
