@@ -399,8 +399,9 @@ fn forward_log(ebpf: &mut Ebpf) -> Result<AbortHandle, EbpfError> {
     let failed = |error: &dyn std::error::Error| EbpfError::Log(chain(error));
     let runtime = tokio::runtime::Handle::try_current().map_err(|error| failed(&error))?;
     let logger = aya_log::EbpfLogger::init(ebpf).map_err(|error| failed(&error))?;
-    let mut logger = AsyncFd::register_with_interest(logger, Interest::READABLE)
-        .map_err(|error| failed(&error))?;
+    // SAFETY: the logger keeps the one descriptor that it names open as long as it lives.
+    let logger = unsafe { AsyncFd::register_with_interest(logger, Interest::READABLE) };
+    let mut logger = logger.map_err(|error| failed(&error))?;
     let forward = async move {
         while let Ok(mut ready) = logger.readable_mut().await {
             ready.get_inner_mut().flush();
