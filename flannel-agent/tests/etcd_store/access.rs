@@ -92,7 +92,10 @@ fn certificates(dir: &Path) {
     std::fs::write(dir.join("client.ext"), "extendedKeyUsage=clientAuth").unwrap();
     let key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes";
     for ca in ["ca", "stranger"] {
-        openssl(dir, &format!("req -x509 {key} -keyout {ca}.key -out {ca}.crt -subj /CN={ca} -days 2"));
+        openssl(
+            dir,
+            &format!("req -x509 {key} -keyout {ca}.key -out {ca}.crt -subj /CN={ca} -days 2"),
+        );
     }
     for name in ["server", "other", "client"] {
         openssl(dir, &format!("req {key} -keyout {name}.key -out {name}.csr -subj /CN={name}"));
@@ -143,7 +146,10 @@ async fn a_ca_alone_is_enough_for_tls() {
     let answer = first_answer(&etcd, |o| o.cafile = Some(dir.join("ca.crt"))).await;
     assert!(answer.contains("no network configuration"), "{answer}");
     let answer = first_answer(&etcd, |o| o.cafile = Some(dir.join("stranger.crt"))).await;
-    assert!(answer.contains("our CA has not signed") && answer.contains("-etcd-cafile"), "{answer}");
+    assert!(
+        answer.contains("our CA has not signed") && answer.contains("-etcd-cafile"),
+        "{answer}"
+    );
     // Plain text to a TLS port, and the other way round.
     let url = etcd.url().replace("https", "http");
     let answer = first_answer(&etcd, |o| o.endpoints = vec![url]).await;

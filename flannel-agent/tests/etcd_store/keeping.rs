@@ -36,14 +36,13 @@ async fn renewal_keeps_the_etcd_lease_alive_without_a_write() {
 #[tokio::test]
 async fn a_key_moved_to_a_shorter_lease_is_renewed_in_time() {
     let etcd = Etcd::start().await;
-    let (manager, _) =
-        etcd.manager_with(|options| options.renew_margin = Duration::from_secs(3_600));
+    let (manager, _) = etcd.manager_with(|options| options.renew_margin = Duration::from_mins(1));
     let lease = acquire(&manager, &at_home()).await.unwrap();
     beside(&manager, lease, async |l| {
         l.until(SOON, |l| l.table.synced()).await;
-        let foreign = etcd.grant(3_602).await;
+        let foreign = etcd.grant(63).await;
         let revision = etcd.put(KEY, &value(OURS, MAC), foreign).await;
-        l.until(SOON, |l| l.renewed == 1).await;
+        l.until(Duration::from_secs(10), |l| l.renewed == 1).await;
         let (now, mod_revision, etcd_lease) = etcd.get(KEY).await.unwrap();
         assert_eq!(now, value(OURS, MAC));
         assert!(mod_revision > revision && etcd_lease != foreign && etcd_lease != 0);
@@ -118,7 +117,11 @@ async fn foreign_data_under_our_address_are_put_right() {
         etcd.put(KEY, &value(OURS, "02:fa:00:00:00:99"), 0).await;
         l.until(SOON, |l| l.renewed == 1).await;
         let (now, _, etcd_lease) = etcd.get(KEY).await.unwrap();
-        assert_eq!((now, etcd_lease), (value(OURS, MAC), 0), "and what became a reservation is one");
+        assert_eq!(
+            (now, etcd_lease),
+            (value(OURS, MAC), 0),
+            "and what became a reservation is one"
+        );
     })
     .await;
 }

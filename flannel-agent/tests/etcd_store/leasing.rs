@@ -42,7 +42,10 @@ async fn our_own_lease_is_taken_over_and_renewed() {
     let (now, _, etcd_lease) = etcd.get("subnets/10.77.1.0-24").await.unwrap();
     assert_eq!(now, value(OURS, MAC));
     assert!(etcd_lease != old && etcd_lease != 0);
-    assert_eq!(manager.stored_identity(&attributes("192.0.2.99", MAC)).await.unwrap().attributes, None);
+    assert_eq!(
+        manager.stored_identity(&attributes("192.0.2.99", MAC)).await.unwrap().attributes,
+        None
+    );
 }
 
 #[tokio::test]
@@ -73,7 +76,9 @@ async fn a_changed_network_gives_a_new_lease_and_the_old_one_back() {
     let old = acquire(&manager, &request(OURS, None)).await.unwrap().lease.subnets;
     etcd.put("config", r#"{"Network":"10.88.0.0/16","SubnetLen":26}"#, 0).await;
     let new = acquire(&manager, &request(OURS, None)).await.unwrap().lease.subnets;
-    assert!(new.v4.unwrap().to_string().starts_with("10.88.") && new.v4.unwrap().prefix_len() == 26);
+    assert!(
+        new.v4.unwrap().to_string().starts_with("10.88.") && new.v4.unwrap().prefix_len() == 26
+    );
     assert!(etcd.get(&format!("subnets/{}", old.key())).await.is_none());
     assert!(etcd.get(&format!("subnets/{}", new.key())).await.is_some());
 }
@@ -98,9 +103,8 @@ async fn twenty_nodes_at_once_get_twenty_subnets() {
     // Exactly twenty subnets, so that they have to fight for them.
     let config = r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.1.0","SubnetMax":"10.77.20.0"}"#;
     etcd.put("config", config, 0).await;
-    let nodes: Vec<_> = (1..=20)
-        .map(|n| (etcd.manager(), request(&format!("192.0.2.{n}"), None)))
-        .collect();
+    let nodes: Vec<_> =
+        (1..=20).map(|n| (etcd.manager(), request(&format!("192.0.2.{n}"), None))).collect();
     let claims = nodes.iter().map(async |(manager, request)| {
         // As the agent does: a lost race is tried again.
         loop {
@@ -114,7 +118,9 @@ async fn twenty_nodes_at_once_get_twenty_subnets() {
     let got = futures_util::future::join_all(claims).await;
     assert_eq!(got.iter().collect::<HashSet<_>>().len(), 20);
     let error = acquire(&etcd.manager(), &request("192.0.2.99", None)).await.unwrap_err();
-    assert!(matches!(error, StoreError::NoLease(_)) && error.to_string().contains("out of subnets"));
+    assert!(
+        matches!(error, StoreError::NoLease(_)) && error.to_string().contains("out of subnets")
+    );
 }
 
 #[tokio::test]

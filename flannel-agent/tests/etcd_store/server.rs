@@ -54,15 +54,16 @@ fn free_ports() -> (u16, u16) {
 }
 
 fn launch(dir: &Path, scheme: &str, port: u16, peer_port: u16, extra: &[String]) -> Child {
+    let name = format!("m{peer_port}");
     let log = File::options().create(true).append(true).open(dir.join("log")).unwrap();
     let client = format!("{scheme}://127.0.0.1:{port}");
     let peer = format!("http://127.0.0.1:{peer_port}");
     Command::new(binary())
-        .args(["--name", "t", "--log-level", "warn", "--data-dir"])
+        .args(["--name", &name, "--log-level", "warn", "--data-dir"])
         .arg(dir.join("data"))
         .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
         .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-        .args(["--initial-cluster", &format!("t={peer}")])
+        .args(["--initial-cluster", &format!("{name}={peer}")])
         .args(extra)
         .stdout(Stdio::null())
         .stderr(log)
@@ -91,6 +92,32 @@ impl Etcd {
         let extra: Vec<_> = extra.iter().map(ToString::to_string).collect();
         let child = launch(dir.path(), scheme, port, peer_port, &extra);
         Self { child, dir, port, peer_port, extra, scheme }
+    }
+
+    /// A cluster of three with [`CONFIG`] in it.
+    pub async fn cluster() -> [Self; 3] {
+        let ports = [free_ports(), free_ports(), free_ports()];
+        let cluster = ports.map(|(_, p)| format!("m{p}=http://127.0.0.1:{p}")).join(",");
+        let members = ports.map(|(port, peer_port)| {
+            let dir = tempfile::tempdir().unwrap();
+            // The last of two equal flags counts.
+            let extra = vec!["--initial-cluster".to_owned(), cluster.clone()];
+            let child = launch(dir.path(), "http", port, peer_port, &extra);
+            Self { child, dir, port, peer_port, extra, scheme: "http" }
+        });
+        members[0].put("config", CONFIG, 0).await;
+        members
+    }
+
+    /// Whether a watch is open on this member.
+    pub async fn is_watched(&self) -> bool {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();
+        stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await.unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await.unwrap();
+        let line = text.lines().find(|l| l.starts_with("etcd_debugging_mvcc_watcher_total"));
+        line.is_some_and(|line| !line.ends_with(" 0"))
     }
 
     pub fn url(&self) -> String {
@@ -166,8 +193,8 @@ impl Etcd {
             cafile: None,
             username: None,
             password: None,
-            lease_ttl: Duration::from_secs(86_400),
-            renew_margin: Duration::from_secs(3_600),
+            lease_ttl: Duration::from_hours(24),
+            renew_margin: Duration::from_hours(1),
         };
         change(&mut options);
         let metrics = Metrics::default();
@@ -289,10 +316,9 @@ pub async fn beside<T>(
 ) -> T {
     let (sender, mut listener) = Listener::new();
     listener.table.set_own(Some(lease.lease.subnets));
-    let run = manager.run(lease, sender);
-    let mut run = std::pin::pin!(run);
+    let mut run = manager.run(lease, sender);
     let mut ended = false;
-    let mut told = std::pin::pin!(story(&mut listener));
+    let mut told = Box::pin(story(&mut listener));
     loop {
         tokio::select! {
             biased;

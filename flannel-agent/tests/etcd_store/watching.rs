@@ -130,3 +130,41 @@ async fn a_silent_endpoint_is_left_for_another() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn a_cluster_may_lose_members_and_its_quorum() {
+    let members = Etcd::cluster().await;
+    let urls = members.iter().map(Etcd::url).collect();
+    let (manager, _) = members[0].manager_with(|options| options.endpoints = urls);
+    let lease = acquire(&manager, &request(OURS, None)).await.unwrap();
+    beside(&manager, lease, async |l| {
+        l.until(SOON, |l| l.connections == [Connection::Up]).await;
+        let mut watched = 0;
+        for (index, member) in members.iter().enumerate() {
+            if member.is_watched().await {
+                watched = index;
+            }
+        }
+        let (silent, second, third) =
+            (&members[watched], &members[(watched + 1) % 3], &members[(watched + 2) % 3]);
+        // One member falls silent: the others serve on.
+        silent.signal("-STOP");
+        second.put("subnets/10.77.2.0-24", &value("192.0.2.12", "a"), 0).await;
+        l.until(Duration::from_secs(10), |l| l.peer("10.77.2.0/24").is_some()).await;
+        assert_eq!(l.connections.len(), 1, "nobody has to know");
+        // The second falls silent: the third has no leader and says so.
+        second.signal("-STOP");
+        l.until(Duration::from_secs(25), |l| l.connections.len() == 2).await;
+        let Connection::Down(why) = &l.connections[1] else { panic!("{:?}", l.connections) };
+        assert!(members.iter().all(|member| why.contains(&member.url())), "{why}");
+        assert!(why.contains("no leader"), "{why}");
+        assert!(l.peer("10.77.2.0/24").is_some());
+        silent.signal("-CONT");
+        second.signal("-CONT");
+        third.put("subnets/10.77.3.0-24", &value("192.0.2.13", "a"), 0).await;
+        l.until(Duration::from_secs(10), |l| l.peer("10.77.3.0/24").is_some()).await;
+        assert_eq!(l.connections.last(), Some(&Connection::Up));
+        assert_eq!((l.snapshots, l.connections.len()), (1, 3));
+    })
+    .await;
+}
