@@ -483,11 +483,11 @@ mod tests {
                 if let Some(value) = value {
                     let host = value.checked_shr(prefix_len.into()).unwrap_or(0);
                     let value = if value % 2 == 0 { (addr & !(u32::MAX.checked_shr(prefix_len.into()).unwrap_or(0)) | host) & !0xff } else { value };
-                    text += &format!(r#","{name}":"{}""#, Ipv4Addr::from_bits(value));
+                    text.extend([",\"", name, "\":\"", &Ipv4Addr::from_bits(value).to_string(), "\""]);
                 }
             }
             if let Some(len) = len {
-                text += &format!(r#","SubnetLen":{len}"#);
+                text.extend([",\"SubnetLen\":", &len.to_string()]);
             }
             text.push('}');
             if let Ok(NetworkConfig { ipv4: Some(v4), .. }) = NetworkConfig::parse(&text) {

@@ -5,10 +5,16 @@
 //! them into the wanted set, a [`backend`] makes the kernel equal to it.
 
 pub mod backend;
+pub mod cli;
+pub mod commands;
 pub mod config;
+pub mod control;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
+pub mod mk_docker_opts;
+pub mod netlink;
 pub mod peer_table;
+pub mod subnet_env;
 pub mod subnet_manager;
 pub mod telemetry;

@@ -2,6 +2,7 @@
 
 pub mod acquire;
 pub mod etcd;
+pub mod local;
 
 use std::time::SystemTime;
 

@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 /// What has to hold before the agent is ready. Each can turn false again.
@@ -24,14 +25,8 @@ pub enum Condition {
 
 impl Condition {
     /// All conditions, in the order in which they come true at start.
-    pub const ALL: [Self; 6] = [
-        Self::Config,
-        Self::Lease,
-        Self::Device,
-        Self::Peers,
-        Self::Firewall,
-        Self::SubnetFile,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Config, Self::Lease, Self::Device, Self::Peers, Self::Firewall, Self::SubnetFile];
 
     /// The word in `/readyz`, `/status` and metrics.
     pub const fn name(self) -> &'static str {
@@ -75,7 +70,83 @@ impl Readiness {
         self.lock().iter().map(|(c, reason)| (*c, reason.clone())).collect()
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<Condition, String>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Condition, String>> {
         self.missing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long one pass of the agent's loop may take before the agent counts as stuck.
+pub const STUCK_AFTER: Duration = Duration::from_mins(1);
+
+/// Whether the agent's loop turns. While it waits for events there is nothing to measure, so
+/// only the passes are: each holds a [`Pass`] from begin to end.
+#[derive(Debug, Default)]
+pub struct Heartbeat {
+    running: Mutex<Option<(&'static str, Instant)>>,
+}
+
+impl Heartbeat {
+    /// Begins a pass; it ends when the result is dropped.
+    pub fn pass(&self, what: &'static str) -> Pass<'_> {
+        *self.lock() = Some((what, Instant::now()));
+        Pass(self)
+    }
+
+    /// What the loop has been at for longer than [`STUCK_AFTER`], and for how long.
+    pub fn stuck(&self) -> Option<(&'static str, Duration)> {
+        self.stuck_at(Instant::now())
+    }
+
+    fn stuck_at(&self, now: Instant) -> Option<(&'static str, Duration)> {
+        let (what, since) = (*self.lock())?;
+        let took = now.saturating_duration_since(since);
+        (took > STUCK_AFTER).then_some((what, took))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(&'static str, Instant)>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A pass of the agent's loop under way.
+#[derive(Debug)]
+#[must_use = "the pass ends when this is dropped"]
+pub struct Pass<'a>(&'a Heartbeat);
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conditions_come_and_go_in_start_order() {
+        let readiness = Readiness::default();
+        assert_eq!(readiness.missing().len(), Condition::ALL.len());
+        for condition in Condition::ALL {
+            readiness.met(condition);
+        }
+        assert!(readiness.missing().is_empty());
+        readiness.unmet(Condition::Firewall, "nft is missing");
+        readiness.unmet(Condition::Lease, "lost");
+        let missing = readiness.missing();
+        assert_eq!(missing[0], (Condition::Lease, "lost".to_owned()));
+        assert_eq!(missing[1], (Condition::Firewall, "nft is missing".to_owned()));
+    }
+
+    #[test]
+    fn only_a_long_pass_counts_as_stuck() {
+        let heartbeat = Heartbeat::default();
+        let late = Instant::now() + STUCK_AFTER + Duration::from_secs(5);
+        assert_eq!(heartbeat.stuck_at(late), None, "waiting for events");
+        let pass = heartbeat.pass("applying peers");
+        assert_eq!(heartbeat.stuck(), None);
+        assert_eq!(heartbeat.stuck_at(late).map(|(what, _)| what), Some("applying peers"));
+        drop(pass);
+        assert_eq!(heartbeat.stuck_at(late), None);
     }
 }

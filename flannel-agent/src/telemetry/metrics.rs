@@ -1,9 +1,16 @@
 //! Prometheus metrics. Each name is spelled once, here.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, info::Info},
     registry::Registry,
 };
+
+use super::health::Condition;
+
+/// One label.
+type Label = [(&'static str, &'static str); 1];
 
 /// The agent's metrics; cheap to clone, all clones count together.
 #[derive(Clone, Debug, Default)]
@@ -22,18 +29,67 @@ pub struct Metrics {
     pub repairs: Counter,
     /// Times a lease was lost.
     pub leases_lost: Counter,
+    /// Seconds since the epoch at which our lease ends; 0 without a lease or an end.
+    lease_expiry: Gauge,
+    /// Seconds since the epoch of the last pass that left the kernel as wanted.
+    last_sync: Gauge,
+    conditions: Family<Label, Gauge>,
 }
 
 impl Metrics {
     /// Registers everything under the prefix `flannel`.
     pub fn register(&self, registry: &mut Registry) {
         let r = registry.sub_registry_with_prefix("flannel");
-        r.register("store_bad_entries", "Store entries skipped as unusable", self.store_bad_entries.clone());
-        r.register("store_connected", "Whether the lease store answers", self.store_connected.clone());
+        r.register(
+            "build",
+            "Version of the agent",
+            Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
+        r.register("condition", "Whether a condition of readiness holds", self.conditions.clone());
+        r.register(
+            "store_bad_entries",
+            "Store entries skipped as unusable",
+            self.store_bad_entries.clone(),
+        );
+        r.register(
+            "store_connected",
+            "Whether the lease store answers",
+            self.store_connected.clone(),
+        );
         r.register("peers_wanted", "Peers the store asks for", self.peers_wanted.clone());
         r.register("peers_applied", "Peers fully in place", self.peers_applied.clone());
         r.register("kernel_changes", "Kernel objects changed", self.kernel_changes.clone());
         r.register("repairs", "Foreign changes undone", self.repairs.clone());
         r.register("leases_lost", "Times our lease was lost", self.leases_lost.clone());
+        r.register(
+            "lease_expiry_timestamp_seconds",
+            "When our lease ends unless renewed, 0 if it does not",
+            self.lease_expiry.clone(),
+        );
+        r.register(
+            "last_sync_timestamp_seconds",
+            "When the kernel last was all as wanted",
+            self.last_sync.clone(),
+        );
     }
+
+    /// Records when our lease ends; `None` without a lease or an end.
+    pub fn set_lease_expiry(&self, expires: Option<SystemTime>) {
+        self.lease_expiry.set(expires.map_or(0, epoch_seconds));
+    }
+
+    /// Records that the kernel is all as wanted now.
+    pub fn synced_now(&self) {
+        self.last_sync.set(epoch_seconds(SystemTime::now()));
+    }
+
+    /// Records whether a condition of readiness holds.
+    pub(super) fn set_condition(&self, condition: Condition, holds: bool) {
+        self.conditions.get_or_create(&[("condition", condition.name())]).set(i64::from(holds));
+    }
+}
+
+/// Whole seconds since the epoch, 0 for times before it.
+pub(super) fn epoch_seconds(time: SystemTime) -> i64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |d| i64::try_from(d.as_secs()).unwrap_or(i64::MAX))
 }

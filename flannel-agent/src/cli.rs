@@ -1,0 +1,324 @@
+//! The command line: which command, with which options.
+//!
+//! `flannel-agent [flags]` runs the agent and takes what flanneld takes (specification §1.1,
+//! §1.2); a first word that names a command runs that instead.
+
+pub mod environment;
+pub mod flags;
+mod go_syntax;
+
+use std::{
+    ffi::OsString,
+    fmt,
+    io::{self, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
+
+use clap::{ArgAction, Args, FromArgMatches, ValueEnum};
+
+pub use flags::Options;
+
+/// The name the binary goes by in messages.
+const PROGRAM: &str = "flannel-agent";
+
+/// How environment variables are looked up; [`std::env::var_os`] outside of tests.
+pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// What to do.
+#[derive(Debug)]
+pub enum Command {
+    /// Run the agent.
+    Run(Box<Options>),
+    /// Print [`version_line`] on standard error and stop (§1.3 step 2).
+    Version,
+    /// Show how the agent is.
+    Status(StatusArgs),
+    /// List the peers.
+    Peers(PeersArgs),
+    /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
+    MkDockerOpts(Vec<String>),
+}
+
+/// The end of the program before anything ran: help, or a mistake on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exit {
+    /// Exit status: 0 for help, 2 for a flag that cannot be parsed, 1 for a value out of bounds.
+    pub code: u8,
+    /// What to print, without the final newline.
+    pub message: String,
+}
+
+impl Exit {
+    fn usage(message: impl Into<String>) -> Self {
+        Self { code: 2, message: message.into() }
+    }
+
+    /// Prints the message (help on standard output, mistakes on standard error).
+    pub fn report(&self) -> ExitCode {
+        // Nobody is left to tell when the stream is closed.
+        let _ = if self.code == 0 {
+            writeln!(io::stdout(), "{}", self.message)
+        } else {
+            writeln!(io::stderr(), "{}", self.message)
+        };
+        self.code.into()
+    }
+}
+
+impl From<clap::Error> for Exit {
+    fn from(error: clap::Error) -> Self {
+        let code = if error.use_stderr() { 2 } else { 0 };
+        Self { code, message: error.to_string().trim_end().to_owned() }
+    }
+}
+
+/// Something found while parsing that goes to the log once there is one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Note {
+    /// Worth an operator's look, though it works.
+    Warning(String),
+    /// Was asked for and is not done.
+    Error(String),
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Warning(text) | Self::Error(text)) = self;
+        f.write_str(text)
+    }
+}
+
+/// How a client command prints.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// Tables for people.
+    #[default]
+    Text,
+    /// JSON for machines.
+    Json,
+}
+
+/// What every command that asks the running agent takes.
+#[derive(Clone, Debug, Args)]
+pub struct ClientArgs {
+    /// How to print.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t)]
+    pub output: Output,
+    /// The running agent's control socket.
+    #[arg(long, value_name = "PATH", default_value = flags::DEFAULT_CONTROL_SOCKET)]
+    pub control_socket: PathBuf,
+}
+
+/// Arguments of `status`.
+#[derive(Clone, Debug, Args)]
+pub struct StatusArgs {
+    /// How to ask and how to print.
+    #[command(flatten)]
+    pub client: ClientArgs,
+    /// The subnet file to show while the agent does not answer.
+    #[arg(long, value_name = "PATH", default_value = flags::DEFAULT_SUBNET_FILE)]
+    pub subnet_file: PathBuf,
+}
+
+/// Arguments of `peers`.
+#[derive(Clone, Debug, Args)]
+pub struct PeersArgs {
+    /// How to ask and how to print.
+    #[command(flatten)]
+    pub client: ClientArgs,
+}
+
+/// A command beside running the agent.
+struct Subcommand {
+    name: &'static str,
+    about: &'static str,
+    parse: fn(&Self, Vec<OsString>, Environment<'_>) -> Result<Command, Exit>,
+}
+
+/// All commands beside running the agent. One line each.
+const SUBCOMMANDS: &[Subcommand] = &[
+    Subcommand {
+        name: "status",
+        about: "Show how the running agent is; exit 0 only if it is ready",
+        parse: |s, words, env| Ok(Command::Status(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "peers",
+        about: "List the peers and what the data path knows of them",
+        parse: |s, words, env| Ok(Command::Peers(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "mk-docker-opts",
+        about: "Turn the subnet file into options for Docker, as mk-docker-opts.sh does",
+        parse: |_, words, _| {
+            let words = words.into_iter().map(go_syntax::utf8).collect::<Result<_, _>>()?;
+            Ok(Command::MkDockerOpts(words))
+        },
+    },
+];
+
+impl Subcommand {
+    /// Parses the words after a command's name. Unlike the agent's flags, stray words are errors.
+    fn client_args<T: Args + FromArgMatches>(
+        &self,
+        words: Vec<OsString>,
+        env: Environment<'_>,
+    ) -> Result<T, Exit> {
+        let clap = T::augment_args(clap::Command::new(self.name))
+            .bin_name(format!("{PROGRAM} {}", self.name))
+            .about(self.about)
+            .args_override_self(true)
+            .disable_help_flag(true)
+            .arg(help_flag());
+        let line = go_syntax::normalise(&clap, words)?;
+        if let Some(word) = line.rest.first() {
+            return Err(Exit::usage(format!(
+                "error: unexpected word '{}' after '{PROGRAM} {}'\n\nFor more information, try \
+                 '{PROGRAM} {0} --help'.",
+                word.display(),
+                self.name,
+            )));
+        }
+        let mut words = line.flags;
+        // Notes are dropped: a client has no log, and its flags are shared with the agent, which
+        // reports a bad variable.
+        environment::overlay(&clap, &mut words, env);
+        Ok(T::from_arg_matches(&parse_words(&clap, &words)?)?)
+    }
+}
+
+/// Parses everything after the program's name.
+pub fn parse(
+    args: impl IntoIterator<Item = OsString>,
+    env: Environment<'_>,
+) -> Result<Command, Exit> {
+    let mut words: Vec<OsString> = args.into_iter().collect();
+    if let Some(first) = words.first().filter(|w| !w.as_encoded_bytes().starts_with(b"-")) {
+        let Some(subcommand) = SUBCOMMANDS.iter().find(|s| *first == *s.name) else {
+            let names: Vec<_> = SUBCOMMANDS.iter().map(|s| s.name).collect();
+            return Err(Exit::usage(format!(
+                "error: there is no command '{}'; commands are {}\n\nWithout a command the agent \
+                 runs. For more information, try '{PROGRAM} --help'.",
+                first.display(),
+                names.join(", "),
+            )));
+        };
+        words.remove(0);
+        return (subcommand.parse)(subcommand, words, env);
+    }
+    parse_agent(words, env)
+}
+
+/// What `--version` prints.
+pub fn version_line() -> String {
+    format!("{PROGRAM} {}", env!("CARGO_PKG_VERSION"))
+}
+
+fn parse_agent(words: Vec<OsString>, env: Environment<'_>) -> Result<Command, Exit> {
+    let clap = agent_command();
+    let line = go_syntax::normalise(&clap, words)?;
+    let mut words = line.flags;
+    if flags::wants_version(&parse_words(&clap, &words)?) {
+        return Ok(Command::Version);
+    }
+    let mut notes = environment::overlay(&clap, &mut words, env);
+    if let Some(word) = line.rest.first() {
+        notes.push(Note::Warning(format!(
+            "the command line is read up to its first word that is no flag: \"{}\" and the {} \
+             word(s) after it are ignored; a boolean flag takes its value as --flag=false",
+            word.display(),
+            line.rest.len() - 1,
+        )));
+    }
+    let matches = parse_words(&clap, &words)?;
+    let mut options = Options::from_arg_matches(&matches)?;
+    options.effective = flags::effective(&clap, &matches);
+    options.notes = notes;
+    validate(&mut options)?;
+    Ok(Command::Run(Box::new(options)))
+}
+
+/// The agent's flags as clap sees them.
+fn agent_command() -> clap::Command {
+    let commands: Vec<_> =
+        SUBCOMMANDS.iter().map(|s| format!("  {:<16} {}\n", s.name, s.about)).collect();
+    Options::augment_args(clap::Command::new(PROGRAM))
+        .about("Drop-in flannel agent whose VXLAN data path runs in eBPF")
+        .override_usage(format!("{PROGRAM} [FLAG]...\n       {PROGRAM} COMMAND [FLAG]..."))
+        .after_help(format!(
+            "Commands (each has its own --help):\n{}\nFlags take one dash or two. Each \
+             flag also has an environment variable: {}ETCD_ENDPOINTS\nis --etcd-endpoints, and \
+             so on; the command line wins.",
+            commands.concat(),
+            environment::PREFIX,
+        ))
+        .disable_version_flag(true)
+        .args_override_self(true)
+        .disable_help_flag(true)
+        .arg(help_flag())
+}
+
+/// One line a flag, with `-h` and `--help` alike.
+fn help_flag() -> clap::Arg {
+    clap::Arg::new("help")
+        .short('h')
+        .long("help")
+        .action(ArgAction::HelpShort)
+        .help("Print this and stop")
+}
+
+fn parse_words(clap: &clap::Command, words: &[OsString]) -> Result<clap::ArgMatches, Exit> {
+    let program = OsString::from(PROGRAM);
+    Ok(clap.clone().try_get_matches_from(std::iter::once(&program).chain(words))?)
+}
+
+/// Checks and corrections beyond a single flag's syntax.
+fn validate(options: &mut Options) -> Result<(), Exit> {
+    const MARGIN: std::ops::RangeInclusive<i64> = 1..=1439;
+    let margin = options.etcd.renew_margin_minutes;
+    if !MARGIN.contains(&margin) {
+        return Err(Exit {
+            code: 1,
+            message: format!(
+                "error: --subnet-lease-renew-margin is {margin}; it has to be between {} and {} \
+                 minutes, less than the lease's 24 hours",
+                MARGIN.start(),
+                MARGIN.end(),
+            ),
+        });
+    }
+    let firewall = &mut options.firewall;
+    if firewall.resync_seconds < 1 {
+        options.notes.push(Note::Warning(format!(
+            "--iptables-resync is {} and has to be at least 1 second: 1 is used",
+            firewall.resync_seconds
+        )));
+        firewall.resync_seconds = 1;
+    }
+    Ok(())
+}
+
+impl Options {
+    /// Writes what parsing found and all options in effect to the log, secrets masked.
+    pub fn log(&self) {
+        for note in &self.notes {
+            match note {
+                Note::Warning(text) => tracing::warn!("{text}"),
+                Note::Error(text) => tracing::error!("{text}"),
+            }
+        }
+        tracing::info!("{} starts with {}", version_line(), self.effective.join(" "));
+    }
+}
+
+impl flags::FirewallFlags {
+    /// How often rules are looked after, at least one second.
+    pub fn resync(&self) -> Duration {
+        Duration::from_secs(self.resync_seconds.max(1).unsigned_abs())
+    }
+}
+
+#[cfg(test)]
+mod tests;
