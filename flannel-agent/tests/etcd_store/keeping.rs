@@ -1,6 +1,9 @@
 //! Keeping the lease we hold, and losing it.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use flannel_agent::subnet_manager::{LeaseLost, StoreError, SubnetManager};
 
@@ -10,6 +13,38 @@ const OURS: &str = "192.0.2.11";
 const MAC: &str = "02:fa:00:00:00:11";
 const KEY: &str = "subnets/10.77.1.0-24";
 const SOON: Duration = Duration::from_secs(5);
+
+/// What was logged on this thread.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn listen(&self) -> tracing::subscriber::DefaultGuard {
+        let log = self.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::INFO)
+            .with_writer(move || log.clone())
+            .with_ansi(false)
+            .finish();
+        tracing::subscriber::set_default(subscriber)
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let bytes = self.0.lock().unwrap();
+        String::from_utf8_lossy(&bytes).lines().map(str::to_owned).collect()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
 
 fn at_home() -> flannel_agent::subnet_manager::LeaseRequest {
     request(OURS, Some("10.77.1.0/24"))
@@ -74,6 +109,8 @@ async fn a_subnet_that_went_to_somebody_else_is_lost_and_never_overwritten() {
         options.renew_margin = Duration::from_secs(3);
     });
     let lease = acquire(&manager, &at_home()).await.unwrap();
+    let log = Log::default();
+    let _guard = log.listen();
     let theirs = value("192.0.2.12", "b");
     let (lost, revision) = beside(&manager, lease, async |l| {
         l.until(SOON, |l| l.table.synced()).await;
@@ -87,6 +124,11 @@ async fn a_subnet_that_went_to_somebody_else_is_lost_and_never_overwritten() {
     assert_eq!(lost.holder, Some(attributes("192.0.2.12", "b")));
     assert_ne!(acquire(&manager, &at_home()).await.unwrap().lease.subnets, lost.subnets);
     assert_eq!(etcd.get(KEY).await.unwrap(), (theirs, revision, 0));
+    // The operator hears of it once, with both owners in the line.
+    let loud: Vec<_> = log.lines().into_iter().filter(|l| l.contains("192.0.2.12")).collect();
+    assert_eq!(loud.len(), 1, "{loud:?}");
+    assert!(loud[0].contains("ERROR") && loud[0].contains("10.77.1.0/24"), "{loud:?}");
+    assert!(loud[0].contains(OURS), "{loud:?}");
 }
 
 #[tokio::test]

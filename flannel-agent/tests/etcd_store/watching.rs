@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use etcd_client::CompactionOptions;
-use flannel_agent::subnet_manager::Connection;
+use flannel_agent::subnet_manager::{Connection, SubnetManager};
 
 use super::server::{Etcd, acquire, attributes, beside, request, value};
 
@@ -112,23 +112,56 @@ async fn etcd_back_after_an_absence_is_noticed_within_three_seconds() {
     .await;
 }
 
+/// A port that accepts connections and never says a word.
+fn mute() -> socket2::Socket {
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    let loopback: std::net::SocketAddr = ([127, 0, 0, 1], 0).into();
+    socket.bind(&loopback.into()).unwrap();
+    socket.listen(0).unwrap();
+    socket
+}
+
+/// Fills the port's queue: from then on the kernel drops what comes, as a firewall would.
+fn swallow(socket: &socket2::Socket) -> Vec<socket2::Socket> {
+    let to = socket.local_addr().unwrap();
+    let connect = |_| {
+        let client =
+            socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        client.set_nonblocking(true).unwrap();
+        // In progress: nobody ever accepts it.
+        assert!(client.connect(&to).is_err());
+        client
+    };
+    (0..4).map(connect).collect()
+}
+
 #[tokio::test]
 async fn a_silent_endpoint_is_left_for_another() {
     let etcd = Etcd::start().await;
-    // Accepts connections and never says a word.
-    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let silent = format!("http://{}", silent.local_addr().unwrap());
-    let both = vec![silent, etcd.url()];
-    let (manager, _) = etcd.manager_with(|options| options.endpoints = both);
-    let started = std::time::Instant::now();
-    let lease = acquire(&manager, &request(OURS, None)).await.unwrap();
-    beside(&manager, lease, async |l| {
-        l.until(SOON, |l| l.connections == [Connection::Up]).await;
-        assert!(started.elapsed() < Duration::from_secs(6), "{:?}", started.elapsed());
-        etcd.put("subnets/10.77.2.0-24", &value("192.0.2.12", "a"), 0).await;
-        l.until(Duration::from_secs(1), |l| l.peer("10.77.2.0/24").is_some()).await;
-    })
-    .await;
+    for drops in [false, true] {
+        let silent = mute();
+        let queue = if drops { swallow(&silent) } else { Vec::new() };
+        let url = format!("http://{}", silent.local_addr().unwrap().as_socket().unwrap());
+        let alone = vec![url.clone()];
+        let error =
+            etcd.manager_with(|o| o.endpoints = alone).0.network_config().await.unwrap_err();
+        assert!(error.to_string().contains(&url), "{error}");
+        assert!(error.to_string().contains("firewall"), "{error}");
+        let both = vec![url, etcd.url()];
+        let (manager, _) = etcd.manager_with(|options| options.endpoints = both);
+        let started = std::time::Instant::now();
+        let lease = acquire(&manager, &request(OURS, None)).await.unwrap();
+        beside(&manager, lease, async |l| {
+            l.until(SOON, |l| l.connections == [Connection::Up]).await;
+            assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
+            let mac = if drops { "b" } else { "a" };
+            etcd.put("subnets/10.77.2.0-24", &value("192.0.2.12", mac), 0).await;
+            let wanted = attributes("192.0.2.12", mac);
+            l.until(Duration::from_secs(1), |l| l.peer("10.77.2.0/24") == Some(&wanted)).await;
+        })
+        .await;
+        drop(queue);
+    }
 }
 
 #[tokio::test]
