@@ -12,6 +12,7 @@ pub mod control;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
+pub mod mac;
 pub mod mk_docker_opts;
 pub mod netlink;
 pub mod peer_table;
