@@ -19,7 +19,6 @@ use crate::{
     subnet_env::{SubnetEnv, SubnetFile},
     subnet_manager::{
         Connection, GrantedLease, LeaseLost, LeaseRequest, StoreError, StoreEvent, SubnetManager,
-        acquire::holder,
     },
     telemetry::health::Condition,
 };
@@ -45,6 +44,8 @@ pub struct Agent {
     granted: GrantedLease,
     /// The backend's problems of the last pass, so that each is logged once.
     problems: BTreeSet<String>,
+    /// After a suspension: the store does not show our lease as we know it.
+    doubtful: bool,
     /// What `subnet.env` holds now, if we wrote it.
     written: Option<SubnetEnv>,
 }
@@ -124,8 +125,9 @@ async fn lease(
     previous: Subnets,
     state: &SharedState,
 ) -> Result<GrantedLease, Exit> {
+    let own = backend.attributes();
     let stored = until_ok(state, Condition::Lease, "looking up our own lease", || {
-        store.stored_identity(&backend.attributes())
+        store.stored_identity(&own)
     })
     .await?;
     let mut last = String::new();
@@ -186,12 +188,16 @@ impl Agent {
             peers: Rc::default(),
             granted,
             problems: BTreeSet::new(),
+            doubtful: false,
             written: None,
         })
     }
 
     /// The event loop. Returns only when nothing can go on.
-    pub async fn run(mut self) -> Result<(), Exit> {
+    ///
+    /// Calls `first_ready` once, when everything holds for the first time.
+    pub async fn run(mut self, first_ready: impl FnOnce()) -> Result<(), Exit> {
+        let mut first_ready = Some(first_ready);
         let (events_in, mut events) = mpsc::channel(64);
         let mut store_task = self.keep_lease(&events_in);
         self.apply().await;
@@ -199,6 +205,12 @@ impl Agent {
         let mut heartbeat = tokio::time::interval(HEARTBEAT);
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
+            if self.state.telemetry.readiness.missing().is_empty()
+                && let Some(first_ready) = first_ready.take()
+            {
+                info!("ready");
+                first_ready();
+            }
             tokio::select! {
                 biased;
                 Some(event) = events.recv() => {
@@ -232,7 +244,7 @@ impl Agent {
                 },
                 () = self.backend.changed() => self.apply().await,
                 _ = heartbeat.tick() => {
-                    if self.state.telemetry.readiness.beat().is_some() {
+                    if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
                         self.check_lease().await;
                     }
                 }
@@ -245,6 +257,7 @@ impl Agent {
         let own = self.granted.lease.subnets;
         self.change_peers(|peers| peers.set_own(Some(own)));
         self.state.set_lease(&self.granted);
+        self.doubtful = false;
         self.state.telemetry.readiness.met(Condition::Lease);
         let (store, granted, events) =
             (Rc::clone(&self.store), self.granted.clone(), events.clone());
@@ -275,30 +288,19 @@ impl Agent {
     /// nobody has it. Forwarding goes on meanwhile.
     fn lost(&mut self, lost: LeaseLost) -> StoreFuture {
         self.state.telemetry.metrics.leases_lost.inc();
-        let own = &self.granted.lease.attributes;
-        let previous = match &lost.holder {
-            Some(new_owner) => {
-                error!(
-                    "lease of {} lost: it was ours ({}) and now belongs to {}; leasing another \
-                     subnet, pods of the old one have to be recreated",
-                    lost.subnets,
-                    holder(own),
-                    holder(new_owner)
-                );
-                Subnets::default()
-            }
-            None => {
-                warn!("lease of {} was deleted or ran out; leasing it again", lost.subnets);
-                lost.subnets
-            }
-        };
+        // Who has it now is told by the store when it is asked for the same subnet again.
+        match &lost.holder {
+            Some(_) => info!("the lease of {} went to another node", lost.subnets),
+            None => warn!("the lease of {} was deleted or ran out", lost.subnets),
+        }
         self.state
+            .telemetry
             .readiness
             .unmet(Condition::Lease, format!("the lease of {} was lost", lost.subnets));
         if lost.holder.is_some() {
             self.withdraw_subnet_file("the lease was lost");
         }
-        self.acquire_again(previous)
+        self.acquire_again(lost.subnets)
     }
 
     fn withdraw_subnet_file(&mut self, reason: &str) {
@@ -328,7 +330,7 @@ impl Agent {
                         self.store.kind()
                     ),
                 }
-                self.state.set_connection(connection);
+                self.state.set_connection(&connection);
                 false
             }
             StoreEvent::Lost(_) => false,
@@ -338,21 +340,28 @@ impl Agent {
     /// After a suspension: is the lease still ours? The store's task finds out by itself as well;
     /// this keeps us from calling ourselves ready until it is known.
     async fn check_lease(&mut self) {
-        self.state
-            .readiness
-            .unmet(Condition::Lease, "the agent was suspended; checking that the lease is ours");
-        let check = tokio::time::timeout(CHECK_TIMEOUT, self.store.check(&self.granted));
-        match check.await {
-            Ok(Err(StoreError::NoLease(reason))) => {
-                self.state.telemetry.readiness.unmet(Condition::Lease, reason);
-            }
-            Ok(Ok(()) | Err(_)) | Err(_) => self.state.telemetry.readiness.met(Condition::Lease),
+        let readiness = &self.state.telemetry.readiness;
+        let own = &self.granted.lease.attributes;
+        let look = tokio::time::timeout(CHECK_TIMEOUT, self.store.stored_identity(own));
+        self.doubtful = match look.await {
+            Ok(Ok(stored)) => stored.attributes.as_ref() != Some(own),
+            // A store that does not answer takes no lease away.
+            Ok(Err(_)) | Err(_) => false,
+        };
+        if self.doubtful {
+            readiness.unmet(
+                Condition::Lease,
+                "the agent was suspended, and the store no longer shows the lease as ours",
+            );
+        } else {
+            readiness.met(Condition::Lease);
         }
     }
 
     /// Makes the kernel and `subnet.env` equal to the wanted state, and says what is wrong.
     async fn apply(&mut self) {
-        let _pass = self.state.telemetry.heartbeat.pass("applying the wanted state");
+        let state = Rc::clone(&self.state);
+        let _pass = state.telemetry.heartbeat.pass("applying the wanted state");
         let lease = self.granted.lease.clone();
         let report = self.backend.apply(&lease, &self.peers).await;
         self.state.set_applied(&report, self.backend.status());

@@ -1,5 +1,7 @@
 //! Backends: how packets reach the peers. One trait, one module per backend.
 
+pub mod vxlan;
+
 use async_trait::async_trait;
 
 use crate::{

@@ -181,7 +181,7 @@ async fn open_backend(
                 ipv6_network: config.ipv6.map(|settings| settings.network),
                 state_dir: options.files.state_dir.clone(),
             };
-            Ok(Box::new(VxlanBackend::new(vxlan, metrics).await.map_err(failure)?))
+            Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
         }
         other => Err(Exit::failure(format!(
             "Backend.Type \"{other}\" is not one of this version's backends: vxlan"

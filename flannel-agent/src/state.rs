@@ -102,8 +102,8 @@ impl StateSource for SharedState {
                 .chain(attributes.public_ipv6.map(IpAddr::from))
                 .collect();
             json!({
-                "subnet": subnets.v4,
-                "subnet_v6": subnets.v6,
+                "subnet": subnets.v4.map(|net| net.to_string()),
+                "subnet_v6": subnets.v6.map(|net| net.to_string()),
                 "addresses": addresses,
                 "backend_type": attributes.backend_type,
                 "backend_data": attributes.backend_data.as_ref().map(crate::lease::RawJson::as_str),
