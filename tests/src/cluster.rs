@@ -95,11 +95,27 @@ impl Member {
         &self.pods
     }
 
+    /// The host and what runs there, pods left as they are.
+    pub fn into_role(self) -> Role {
+        self.role
+    }
+
     /// Stops the agent by SIGTERM and starts another with the same flags; waits until it is
     /// ready.
     pub fn restart(&mut self, store: &dyn LeaseStore, plan: &Plan) -> Result<()> {
+        self.restart_after(store, plan, || Ok(()))
+    }
+
+    /// The same with something done while no agent is running.
+    pub fn restart_after(
+        &mut self,
+        store: &dyn LeaseStore,
+        plan: &Plan,
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let Role::Agent(node, agent) = &mut self.role else { return Ok(()) };
         agent.process().stop(nix::sys::signal::Signal::SIGTERM, Duration::from_secs(10))?;
+        meanwhile()?;
         **agent = node.agent(store.flags().iter().chain(&plan.flags))?;
         self.env = agent.wait_ready(READY_WITHIN)?;
         Ok(())
