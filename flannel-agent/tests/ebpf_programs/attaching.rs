@@ -56,6 +56,18 @@ fn foreign_program() -> Ebpf {
     ebpf
 }
 
+/// Attaches the same program as somebody else would, as a filter with another name.
+fn foreign_filter(pin_dir: &Path, place: &str) {
+    let mut ebpf = EbpfLoader::new().load_file(object()).expect("loaded");
+    let program = ebpf.program_mut("underlay_ingress").expect("there");
+    let program: &mut SchedClassifier = program.try_into().expect("a classifier");
+    program.load().expect("loaded");
+    let path = pin_dir.join("foreign");
+    program.pin(&path).expect("pinned");
+    run("tc", "qdisc add dev v1 clsact");
+    run("tc", &format!("filter add dev v1 ingress {place} bpf da pinned {}", path.display()));
+}
+
 #[test]
 #[ignore = "needs root: cargo xtask test"]
 fn a_restart_replaces_the_program_and_keeps_the_counters() {
@@ -141,11 +153,11 @@ fn a_bpf_file_system_mounted_anew_gets_the_pins_again() {
         send_one();
         unmount(pin_dir);
         assert_eq!(ids("v1").len(), 1, "the agent holds it");
-        assert!(datapath.apply(&wanted).is_err(), "the link has no place");
+        assert_eq!(datapath.apply(&wanted).expect("applied"), 0, "all works on without pins");
         let problem = datapath.status()["problem"].to_string();
         assert!(problem.contains("mount -t bpf bpf /sys/fs/bpf"), "{problem}");
         mount_bpffs(pin_dir);
-        datapath.apply(&wanted).expect("applied");
+        assert_eq!(datapath.apply(&wanted).expect("applied"), 1, "the link's pin");
         assert!(datapath.status()["problem"].is_null());
         send_one();
         drop(datapath);
@@ -200,8 +212,7 @@ fn a_device_made_anew_is_attached_to_and_the_old_one_forgotten() {
 fn clsact_does_the_same() {
     in_namespace(|pin_dir| {
         let wanted = wanted(&[ifindex("v1")]);
-        run("tc", "qdisc add dev v1 clsact");
-        run("tc", "filter add dev v1 ingress pref 7 handle 5 matchall action pass");
+        foreign_filter(pin_dir, "pref 7 handle 5");
         let others = filters("v1");
         let ours = |what: &str| {
             let lines: Vec<_> =
@@ -243,8 +254,7 @@ fn clsact_does_the_same() {
 #[ignore = "needs root: cargo xtask test"]
 fn a_taken_place_is_not_overwritten() {
     in_namespace(|pin_dir| {
-        run("tc", "qdisc add dev v1 clsact");
-        run("tc", "filter add dev v1 ingress pref 17996 handle 1 matchall action pass");
+        foreign_filter(pin_dir, "pref 17996 handle 1");
         let others = filters("v1");
         let error = load_clsact(pin_dir).apply(&wanted(&[ifindex("v1")])).expect_err("taken");
         assert!(error.to_string().contains("17996"), "{error}");
