@@ -28,7 +28,8 @@ pub fn run() -> anyhow::Result<PathBuf> {
     let root = workspace();
     // Away from the other artifacts: another compiler, other flags, another lock.
     let target_dir = root.join("target/bpf-build");
-    let status = command(&toolchain, &root, &target_dir).status().context("cannot start cargo")?;
+    let mut command = command(&toolchain, &root, &target_dir, "build");
+    let status = command.status().context("cannot start cargo")?;
     ensure!(status.success(), "building the eBPF programs failed ({status})");
     let built = target_dir.join(TARGET).join("release/flannel-ebpf");
     let object = object(&root);
@@ -37,18 +38,47 @@ pub fn run() -> anyhow::Result<PathBuf> {
     Ok(object)
 }
 
-fn command(toolchain: &Toolchain, root: &Path, target_dir: &Path) -> Command {
+/// Lets clippy judge the programs, compiled as they are for the kernel. Any warning is an error.
+pub fn lint() -> anyhow::Result<()> {
+    let toolchain = toolchain::find()?;
+    if let Compiler::Prebuilt(rustc) = &toolchain.compiler {
+        let clippy = clippy_beside(rustc);
+        ensure!(
+            clippy.exists(),
+            "{} belongs to {} and is missing: on Debian, `apt-get install rust-web-clippy`",
+            clippy.display(),
+            rustc.display()
+        );
+    }
+    let root = workspace();
+    let mut command = command(&toolchain, &root, &root.join("target/bpf-build"), "clippy");
+    let status =
+        command.args(["--", "-Dwarnings"]).status().context("cannot start cargo clippy")?;
+    ensure!(status.success(), "clippy found something in the eBPF programs ({status})");
+    Ok(())
+}
+
+/// The clippy that was built for a compiler.
+fn clippy_beside(rustc: &Path) -> PathBuf {
+    rustc.with_file_name("cargo-clippy")
+}
+
+/// A `cargo` for the programs; `task` is `build` or `clippy`.
+fn command(toolchain: &Toolchain, root: &Path, target_dir: &Path, task: &str) -> Command {
     let mut command = match &toolchain.compiler {
         Compiler::Nightly => {
             let mut command = Command::new("rustup");
-            command.args(["run", "nightly", "cargo", "build", "-Z", "build-std=core"]);
+            command.args(["run", "nightly", "cargo", task, "-Z", "build-std=core"]);
             // Set for this crate's own build, and stronger than the toolchain's choice.
             command.env_remove("RUSTC");
             command
         }
         Compiler::Prebuilt(rustc) => {
-            let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-            command.arg("build").env("RUSTC", rustc);
+            let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+            // Cargo would take the clippy of its own toolchain, which knows no `core` for BPF.
+            let program = if task == "clippy" { clippy_beside(rustc).into() } else { cargo };
+            let mut command = Command::new(program);
+            command.arg(task).env("RUSTC", rustc);
             // The one unstable feature that aya-ebpf uses, for that crate alone.
             command.env("RUSTC_BOOTSTRAP", "aya_ebpf");
             command
