@@ -85,9 +85,8 @@ impl SharedState {
         inner.status.peers_applied = report.peers_applied;
         inner.status.problems =
             report.device_problem.iter().chain(&report.problems).cloned().collect();
-        let text = |field: &str| {
-            backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned)
-        };
+        let text =
+            |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
         inner.status.datapath = text("mode")
             .map(|mode| DatapathStatus { mode, reason: text("reason").unwrap_or_default() });
         inner.status.backend = backend;

@@ -7,13 +7,7 @@ mod identity;
 mod options;
 mod peers;
 
-use std::{
-    collections::HashMap,
-    fs, io,
-    net::IpAddr,
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::HashMap, fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -75,6 +69,7 @@ pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
     fast_path: FastPath,
+    fast_path_config: FastPathConfig,
     devices: Vec<Device>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
@@ -123,11 +118,11 @@ impl VxlanBackend {
         };
         let mirror = Mirror::open(scope)
             .map_err(|err| BackendError::Kernel(format!("cannot open netlink sockets: {err}")))?;
-        let fast_path = FastPath::open(&fast_path, &format!("flannel.{vni}"), &metrics);
         Ok(Self {
             options,
             external,
-            fast_path,
+            fast_path: FastPath::Pending,
+            fast_path_config: fast_path,
             devices,
             targets: HashMap::new(),
             mirror,
@@ -225,7 +220,11 @@ impl VxlanBackend {
     }
 
     /// Runs requests that all have to work.
-    fn run(&mut self, requests: Vec<crate::netlink::socket::Request>, what: &str) -> Result<(), String> {
+    fn run(
+        &mut self,
+        requests: Vec<crate::netlink::socket::Request>,
+        what: &str,
+    ) -> Result<(), String> {
         let outcomes = self.mirror.requests().run(requests);
         let failed = match outcomes {
             Ok(outcomes) => outcomes.into_iter().find_map(Result::err),
@@ -310,7 +309,12 @@ impl VxlanBackend {
         }
     }
 
-    fn pass(&mut self, lease: &Lease, peers: &PeerTable, report: &mut ApplyReport) -> Result<(), String> {
+    fn pass(
+        &mut self,
+        lease: &Lease,
+        peers: &PeerTable,
+        report: &mut ApplyReport,
+    ) -> Result<(), String> {
         self.refresh()?;
         report.changes += self.bring_up_devices()?;
         self.own = self.own_subnets(lease)?;
@@ -352,6 +356,13 @@ impl VxlanBackend {
 
     /// The programs come after the kernel's path, which works without them.
     fn apply_fast_path(&mut self, peers: &PeerTable, report: &mut ApplyReport) {
+        if !peers.synced() {
+            return;
+        }
+        if matches!(self.fast_path, FastPath::Pending) {
+            let name = format!("flannel.{}", self.options.vni);
+            self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
+        }
         let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
         let wanted = FastPathWanted {
             underlay: underlay.into_iter().collect(),
@@ -394,7 +405,12 @@ impl Backend for VxlanBackend {
     async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError> {
         self.refresh().map_err(BackendError::Kernel)?;
         for device in self.devices.iter_mut().filter(|device| device.mac.is_none()) {
-            if self.mirror.tables().link(&device.name).and_then(|link| link.vxlan.as_ref()).is_some()
+            if self
+                .mirror
+                .tables()
+                .link(&device.name)
+                .and_then(|link| link.vxlan.as_ref())
+                .is_some()
             {
                 continue;
             }

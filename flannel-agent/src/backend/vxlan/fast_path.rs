@@ -28,6 +28,8 @@ pub struct FastPathConfig {
 
 /// The programs, or why there are none.
 pub enum FastPath {
+    /// Not looked at yet: the kernel's path comes first.
+    Pending,
     /// Loaded.
     On(Box<EbpfDatapath>),
     /// The kernel's device carries everything; the text says why.
@@ -75,7 +77,7 @@ impl FastPath {
     pub fn apply(&mut self, wanted: &FastPathWanted) -> Result<usize, String> {
         match self {
             Self::On(datapath) => datapath.apply(wanted).map_err(|err| err.to_string()),
-            Self::Off(_) => Ok(0),
+            Self::Pending | Self::Off(_) => Ok(0),
         }
     }
 
@@ -85,6 +87,7 @@ impl FastPath {
             Self::On(datapath) => {
                 json!({"mode": "ebpf", "reason": "", "programs": datapath.status()})
             }
+            Self::Pending => json!({"mode": "kernel", "reason": "still starting"}),
             Self::Off(reason) => json!({"mode": "kernel", "reason": reason}),
         }
     }
