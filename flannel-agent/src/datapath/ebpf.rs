@@ -339,9 +339,10 @@ impl EbpfDatapath {
             Err(error) => Some(error.to_string()),
         };
         if lost != self.pins_lost {
-            match &lost {
-                Some(problem) => tracing::warn!("eBPF counters will not outlive us: {problem}"),
-                None => tracing::info!("eBPF maps are pinned again"),
+            if let Some(problem) = &lost {
+                tracing::warn!("eBPF counters will not outlive us: {problem}");
+            } else {
+                tracing::info!("eBPF maps are pinned again");
             }
             self.pins_lost = lost;
         }

@@ -80,7 +80,7 @@ fn rows_of(device: &str, peers: MapData, counters: MapData) -> Result<Vec<Value>
     let peers: Peers = peers.try_into()?;
     let counters: CounterArray = Map::from_map_data(counters)?.try_into()?;
     let mut rows = Vec::new();
-    for entry in peers.iter() {
+    for entry in &peers {
         let (outer, peer) = entry?;
         rows.push(peer_counters(&counters, &outer, &peer)?);
     }
