@@ -199,6 +199,17 @@ impl Agent {
         .with_context(|| format!("its last words:\n{}", self.process.log_tail(30)))
     }
 
+    /// Waits for such a log line, or for the agent to end with these texts on its lips.
+    pub fn wait_complaint_or_exit(&mut self, texts: &[&str], within: Duration) -> Result<()> {
+        eventually(&format!("{texts:?} is said"), within, || {
+            let log = self.process.log();
+            let ended = self.process.exited()?.is_some();
+            let said = texts.iter().all(|text| log.contains(text));
+            Ok((!self.complaints(texts).is_empty() || ended && said).then_some(()))
+        })
+        .with_context(|| format!("its last words:\n{}", self.process.log_tail(30)))
+    }
+
     /// Stops it as a supervisor does and returns how it ended.
     pub fn stop(mut self) -> Result<ExitStatus> {
         self.process.stop(Signal::SIGTERM, Duration::from_secs(10))
