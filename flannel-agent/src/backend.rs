@@ -1,5 +1,7 @@
 //! Backends: how packets reach the peers. One trait, one module per backend.
 
+pub mod vxlan;
+
 use async_trait::async_trait;
 
 use crate::{
@@ -26,6 +28,9 @@ pub struct ApplyReport {
     /// What could not be brought to the wanted state, one sentence each. Empty means: all right.
     /// A problem with one peer never keeps another from being served.
     pub problems: Vec<String>,
+    /// Why the backend's own devices or addresses are not right, if they are not. Keeps the agent
+    /// from being ready.
+    pub device_problem: Option<String>,
     /// Peers that are fully in place.
     pub peers_applied: usize,
 }

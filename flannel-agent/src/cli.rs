@@ -41,7 +41,7 @@ pub enum Command {
     MkDockerOpts(Vec<String>),
 }
 
-/// The end of the program before anything ran: help, or a mistake on the command line.
+/// The end of the program: help, a mistake on the command line, or why the agent cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
     /// Exit status: 0 for help, 2 for a flag that cannot be parsed, 1 for a value out of bounds.
@@ -51,6 +51,11 @@ pub struct Exit {
 }
 
 impl Exit {
+    /// The agent cannot run or go on: exit status 1.
+    pub fn failure(message: impl Into<String>) -> Self {
+        Self { code: 1, message: message.into() }
+    }
+
     fn usage(message: impl Into<String>) -> Self {
         Self { code: 2, message: message.into() }
     }

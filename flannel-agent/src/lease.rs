@@ -92,7 +92,7 @@ pub(crate) fn parse_v6_key_part(part: &str) -> Option<Ipv6Net> {
 
 /// JSON text kept as it came, in compact form: backend data is opaque to
 /// everything but the backend that wrote it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RawJson(Box<str>);
 
 impl RawJson {

@@ -4,6 +4,7 @@
 //! modules fit together: a subnet manager delivers leases, [`peer_table`] folds
 //! them into the wanted set, a [`backend`] makes the kernel equal to it.
 
+pub mod agent;
 pub mod backend;
 pub mod cli;
 pub mod commands;
@@ -12,9 +13,68 @@ pub mod control;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
+pub mod mac;
 pub mod mk_docker_opts;
 pub mod netlink;
 pub mod peer_table;
+pub mod reconciler;
+pub mod startup;
+pub mod state;
 pub mod subnet_env;
 pub mod subnet_manager;
 pub mod telemetry;
+
+use std::process::ExitCode;
+
+use cli::Command;
+
+/// Runs what the command line asks for; the whole of the binary.
+pub fn main() -> ExitCode {
+    let command = match cli::parse(std::env::args_os().skip(1), &|name| std::env::var_os(name)) {
+        Ok(command) => command,
+        Err(exit) => return exit.report(),
+    };
+    match command {
+        Command::Run(options) => run_agent(*options),
+        Command::Version => {
+            eprintln!("{}", cli::version_line());
+            ExitCode::SUCCESS
+        }
+        Command::Status(args) => finish(commands::status::run(&args, &mut std::io::stdout())),
+        Command::Peers(args) => {
+            let offline = || Err("the agent does not run".to_owned());
+            finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
+        }
+        Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
+    }
+}
+
+fn run_agent(options: cli::Options) -> ExitCode {
+    telemetry::log::init(&options.log);
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(err) => {
+            tracing::error!("cannot start: {err}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let local = tokio::task::LocalSet::new();
+    match runtime.block_on(local.run_until(startup::run(options))) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(exit) => {
+            tracing::error!("{}", exit.message);
+            exit.code.into()
+        }
+    }
+}
+
+/// A client command's exit status.
+fn finish(result: anyhow::Result<u8>) -> ExitCode {
+    match result {
+        Ok(code) => code.into(),
+        Err(err) => {
+            eprintln!("error: {err:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,3 +1,7 @@
 //! The `flannel-agent` binary: everything is in the library.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    flannel_agent::main()
+}

@@ -26,7 +26,7 @@ pub enum LeaseChange {
 ///
 /// [`peers`](Self::peers) leaves our own out. Until the first snapshot has come the table is
 /// not [`synced`](Self::synced), and nothing may be removed from the kernel on its account.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct PeerTable {
     leases: BTreeMap<Subnets, LeaseAttributes>,
     own: Option<Subnets>,

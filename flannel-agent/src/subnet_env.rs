@@ -7,12 +7,13 @@ use std::{
     net::{Ipv4Addr, Ipv6Addr},
     os::unix::fs::{DirBuilderExt, PermissionsExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use ipnet::{Ipv4Net, Ipv6Net};
 use tracing::warn;
 
-use crate::{go_json, lease::Subnets};
+use crate::{config::NetworkConfig, go_json, lease::Subnets};
 
 pub(crate) mod dotenv;
 
@@ -39,6 +40,19 @@ pub struct SubnetEnv {
 }
 
 impl SubnetEnv {
+    /// What the file has to say for a lease. A family that is enabled but has no subnet in the
+    /// lease is left out.
+    pub fn new(config: &NetworkConfig, subnets: Subnets, mtu: u32, ip_masq: bool) -> Self {
+        let v4 = config.ipv4.zip(subnets.v4);
+        let v6 = config.ipv6.zip(subnets.v6);
+        Self {
+            v4: v4.map(|(settings, subnet)| Family { network: settings.network, subnet }),
+            v6: v6.map(|(settings, subnet)| Family { network: settings.network, subnet }),
+            mtu,
+            ip_masq,
+        }
+    }
+
     /// The file's text. `FLANNEL_SUBNET` is the subnet's first host address, the bridge's.
     pub fn render(&self) -> String {
         let mut text = String::with_capacity(256);
@@ -198,13 +212,81 @@ impl SubnetFile {
 
     /// What an earlier run wrote. A missing, unreadable or senseless file counts as none.
     pub fn read_previous(&self) -> PreviousSubnets {
-        match fs::read(&self.path) {
-            Ok(bytes) => PreviousSubnets::parse(&String::from_utf8_lossy(&bytes), &self.path),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => PreviousSubnets::default(),
-            Err(e) => {
-                warn!("cannot read {}: {e}; going on without it", self.path.display());
-                PreviousSubnets::default()
+        read(&self.path).unwrap_or_default()
+    }
+
+    /// Reads what an earlier run wrote and takes the file out of sight, so that nobody goes by it
+    /// before it is known to be right again. An agent that dies before it writes the file anew
+    /// still finds here what it needs to ask for the same subnet.
+    pub fn set_aside(&self) -> PreviousSubnets {
+        let aside = self.beside(".previous");
+        match fs::rename(&self.path, &aside) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => warn!(
+                "cannot take the old {} out of sight: {e}; until it is written anew, pods may get \
+                 addresses of an old subnet",
+                self.path.display()
+            ),
+        }
+        read(&aside).or_else(|| read(&self.path)).unwrap_or_default()
+    }
+
+    /// Makes sure that no other agent works on this file for as long as the result lives. Waits
+    /// a little for one that is just stopping.
+    ///
+    /// # Errors
+    /// If another agent runs with the same file, or the lock cannot be made.
+    pub async fn lock(&self, patience: Duration) -> Result<SubnetFileLock, SubnetFileError> {
+        let path = self.beside(".lock");
+        let dir = parent(&self.path);
+        let failed = |action, path: &Path, e| SubnetFileError::new(action, path, e);
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(dir)
+            .map_err(|e| failed("create the directory", dir, e))?;
+        let file = fs::File::create(&path).map_err(|e| failed("create", &path, e))?;
+        let deadline = tokio::time::Instant::now() + patience;
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(SubnetFileLock { _file: file }),
+                Err(fs::TryLockError::WouldBlock) if tokio::time::Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                Err(fs::TryLockError::WouldBlock) => {
+                    let taken = io::Error::other(
+                        "another agent runs with the same subnet file; stop it, or give this one \
+                         a --subnet-file of its own",
+                    );
+                    return Err(failed("lock", &self.path, taken));
+                }
+                Err(fs::TryLockError::Error(e)) => return Err(failed("lock", &path, e)),
             }
+        }
+    }
+
+    /// A hidden file in the same directory.
+    fn beside(&self, suffix: &str) -> PathBuf {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy();
+        self.path.with_file_name(format!(".{name}{suffix}"))
+    }
+}
+
+/// Held by the one agent that works on a subnet file.
+#[derive(Debug)]
+pub struct SubnetFileLock {
+    _file: fs::File,
+}
+
+/// `None` if there is nothing to read.
+fn read(path: &Path) -> Option<PreviousSubnets> {
+    match fs::read(path) {
+        Ok(bytes) => Some(PreviousSubnets::parse(&String::from_utf8_lossy(&bytes), path)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        Err(e) => {
+            warn!("cannot read {}: {e}; going on without it", path.display());
+            None
         }
     }
 }

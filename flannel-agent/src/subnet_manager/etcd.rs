@@ -171,8 +171,8 @@ impl SubnetManager for EtcdSubnetManager {
 
     async fn run(&self, lease: GrantedLease, events: mpsc::Sender<StoreEvent>) {
         let lease = lease.lease;
-        let holds = |held: &Option<Held>| held.as_ref().is_some_and(|held| held.lease == lease);
-        if !holds(&self.held.borrow()) {
+        let held = self.held.borrow().as_ref().map(|held| held.lease.subnets);
+        if held != Some(lease.subnets) {
             // Not what we acquired last: the first list will tell what there is.
             let nothing_seen = Version { mod_revision: 0, etcd_lease: 0 };
             *self.held.borrow_mut() = Some(Held::new(lease, nothing_seen, Term::Reservation));

@@ -9,6 +9,9 @@ use std::{
 /// What has to hold before the agent is ready. Each can turn false again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Condition {
+    /// The agent's loop turns: after the process was stopped, nothing it believes is worth
+    /// anything until it has looked again.
+    Loop,
     /// The network configuration was read and is usable.
     Config,
     /// A subnet is leased and the lease is ours.
@@ -25,12 +28,20 @@ pub enum Condition {
 
 impl Condition {
     /// All conditions, in the order in which they come true at start.
-    pub const ALL: [Self; 6] =
-        [Self::Config, Self::Lease, Self::Device, Self::Peers, Self::Firewall, Self::SubnetFile];
+    pub const ALL: [Self; 7] = [
+        Self::Loop,
+        Self::Config,
+        Self::Lease,
+        Self::Device,
+        Self::Peers,
+        Self::Firewall,
+        Self::SubnetFile,
+    ];
 
     /// The word in `/readyz`, `/status` and metrics.
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Loop => "loop",
             Self::Config => "config",
             Self::Lease => "lease",
             Self::Device => "device",
@@ -45,12 +56,16 @@ impl Condition {
 #[derive(Debug)]
 pub struct Readiness {
     missing: Mutex<BTreeMap<Condition, String>>,
+    beat: Mutex<Option<Instant>>,
 }
+
+/// A beat of the agent's loop this late means that the process was stopped or starved.
+pub const SUSPENDED_AFTER: Duration = Duration::from_secs(5);
 
 impl Default for Readiness {
     fn default() -> Self {
         let missing = Condition::ALL.map(|c| (c, "not there yet".to_owned())).into();
-        Self { missing: Mutex::new(missing) }
+        Self { missing: Mutex::new(missing), beat: Mutex::new(None) }
     }
 }
 
@@ -67,7 +82,31 @@ impl Readiness {
 
     /// What is missing, in start order. Empty means ready.
     pub fn missing(&self) -> Vec<(Condition, String)> {
-        self.lock().iter().map(|(c, reason)| (*c, reason.clone())).collect()
+        let mut missing = self.lock().clone();
+        if let Some(late) = self.suspended() {
+            let reason = format!("the agent did not run for {} s", late.as_secs());
+            missing.insert(Condition::Loop, reason);
+        }
+        missing.into_iter().collect()
+    }
+
+    /// Whether a condition holds.
+    pub fn holds(&self, condition: Condition) -> bool {
+        !self.lock().contains_key(&condition)
+    }
+
+    /// Records that the agent's loop turns. Returns how long it did not if that was long enough
+    /// to doubt everything ([`SUSPENDED_AFTER`]).
+    pub fn beat(&self) -> Option<Duration> {
+        let late = self.suspended();
+        *self.beat.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        self.met(Condition::Loop);
+        late
+    }
+
+    fn suspended(&self) -> Option<Duration> {
+        let beat = (*self.beat.lock().unwrap_or_else(PoisonError::into_inner))?;
+        Some(beat.elapsed()).filter(|late| *late > SUSPENDED_AFTER)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Condition, String>> {

@@ -1,6 +1,8 @@
 //! Leasing a subnet: the plan is made from a list, each step of it is guarded by what the list
 //! showed, and whoever loses a race makes a new plan.
 
+use std::time::Duration;
+
 use tracing::{error, info, warn};
 
 use super::{
@@ -20,7 +22,7 @@ use crate::{
 /// Plans made before we give up for now.
 const TRIES: usize = 10;
 /// How old the list made for [`stored_identity`](crate::subnet_manager::SubnetManager) may be.
-const RECENT: std::time::Duration = std::time::Duration::from_secs(5);
+const RECENT: Duration = Duration::from_secs(5);
 
 impl EtcdSubnetManager {
     pub(super) async fn claim(
@@ -41,6 +43,7 @@ impl EtcdSubnetManager {
                 listing.push(Entry { lease: held.lease.clone(), version: held.version });
                 *self.recent.borrow_mut() = Some(listing);
                 *self.held.borrow_mut() = Some(held);
+                *self.reported.borrow_mut() = None;
                 return Ok(granted);
             }
             listing = self.registry.list().await?;

@@ -93,10 +93,10 @@ impl EtcdClient {
             let index = (first + offset) % self.endpoints.len();
             let reused = self.open.borrow().as_ref().is_some_and(|(open, _)| *open == index);
             let started = Instant::now();
-            let mut result = self.call_one(index, &mut rpc).await;
+            let mut result = Box::pin(self.call_one(index, &mut rpc)).await;
             // A connection that was idle may be long dead (etcd restarted): try a fresh one.
             if reused && leaves(&result) && started.elapsed() < CALL_TIMEOUT / 2 {
-                result = self.call_one(index, &mut rpc).await;
+                result = Box::pin(self.call_one(index, &mut rpc)).await;
             }
             match result {
                 Ok((answer, client)) => {

@@ -144,11 +144,12 @@ fn explain_transport(endpoint: &Endpoint, error: &(dyn StdError + 'static)) -> (
         "shows a certificate that our CA has not signed: check -etcd-cafile (without it the \
          system's CAs count)"
             .to_owned()
-    } else if says(&["NotValidForName"]) {
+    } else if says(&["NotValidForName", "not valid for name"]) {
         "shows a certificate that is not made out to this name or address: use the one in it as \
          endpoint, or add this one to it"
             .to_owned()
-    } else if says(&["certificate: Expired", "NotValidYet"]) {
+    } else if says(&["certificate: Expired", "certificate expired", "NotValidYet", "not valid yet"])
+    {
         "shows a certificate that is not valid today: renew it, or check this host's clock"
             .to_owned()
     } else if says(&["CertificateRequired", "BadCertificate", "UnknownCA", "CertificateUnknown"]) {
@@ -156,7 +157,7 @@ fn explain_transport(endpoint: &Endpoint, error: &(dyn StdError + 'static)) -> (
             .to_owned()
     } else if says(&["invalid peer certificate"]) {
         format!("shows an unusable certificate: {}", root_cause(error))
-    } else if says(&["InvalidContentType", "corrupt message", "InvalidMessage"]) {
+    } else if says(&["InvalidContentType", "handshake eof", "corrupt message", "InvalidMessage"]) {
         "does not speak TLS: use http:// in -etcd-endpoints".to_owned()
     } else if says(&["received fatal alert", "HandshakeFailure", "PeerIncompatible"]) {
         format!("does not agree on TLS with us: {}", root_cause(error))
@@ -168,10 +169,18 @@ fn explain_transport(endpoint: &Endpoint, error: &(dyn StdError + 'static)) -> (
         format!("has a name that cannot be resolved: {}", root_cause(error))
     } else if says(&["unreachable", "No route to host"]) {
         format!("cannot be reached from here: {}", root_cause(error))
-    } else if !endpoint.tls && says(&["h2 protocol error", "http2 error", "frame with invalid"]) {
-        "does not speak plain HTTP/2: if it wants TLS, use https:// in -etcd-endpoints".to_owned()
+    } else if endpoint.tls {
+        // Some servers close the connection instead of naming what they miss.
+        format!(
+            "dropped the connection ({}): if it wants a client certificate, check -etcd-certfile \
+             and -etcd-keyfile; if it does not speak TLS, use http:// in -etcd-endpoints",
+            root_cause(error)
+        )
     } else {
-        format!("dropped the connection: {}", root_cause(error))
+        format!(
+            "dropped the connection ({}): if it wants TLS, use https:// in -etcd-endpoints",
+            root_cause(error)
+        )
     };
     (Cause::Endpoint, what)
 }

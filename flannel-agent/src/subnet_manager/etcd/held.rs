@@ -9,7 +9,7 @@ use crate::lease::{Lease, LeaseAttributes};
 
 /// Two hosts that publish the same address would overwrite each other without end. This is how
 /// long we leave a foreign value alone before we write ours once more.
-const RESTORE_PAUSE: Duration = Duration::from_secs(60);
+const RESTORE_PAUSE: Duration = Duration::from_mins(1);
 
 /// How long our lease lasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -213,7 +213,7 @@ mod tests {
 
     fn held() -> Held {
         let Entry { lease, version } = entry("192.0.2.11", "a", 10, 7);
-        Held::new(lease, version, Term::starting_now(Duration::from_secs(86_400)))
+        Held::new(lease, version, Term::starting_now(Duration::from_hours(24)))
     }
 
     fn wait(next: Next) -> Duration {
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(held.term, term);
         assert!(held.on_own_etcd_lease());
         assert_eq!(held.observe(&entry("192.0.2.11", "a", 12, 99)), Seen::Rewritten);
-        assert_eq!(held.next(Duration::from_secs(60)), Next::LearnTerm);
+        assert_eq!(held.next(Duration::from_mins(1)), Next::LearnTerm);
         assert!(!held.on_own_etcd_lease());
     }
 
@@ -256,7 +256,7 @@ mod tests {
     fn losing_the_etcd_lease_makes_a_reservation() {
         let mut held = held();
         assert_eq!(held.observe(&entry("192.0.2.11", "a", 11, 0)), Seen::Rewritten);
-        assert_eq!(held.next(Duration::from_secs(60)), Next::Idle);
+        assert_eq!(held.next(Duration::from_mins(1)), Next::Idle);
         assert_eq!(held.term.expires(), None);
     }
 
@@ -264,18 +264,18 @@ mod tests {
     fn foreign_data_under_our_address_are_replaced_but_not_in_a_race() {
         let mut held = held();
         assert_eq!(held.observe(&entry("192.0.2.11", "b", 11, 7)), Seen::Contested);
-        assert!(wait(held.next(Duration::from_secs(60))).is_zero());
+        assert!(wait(held.next(Duration::from_mins(1))).is_zero());
         held.written(Version { mod_revision: 12, etcd_lease: 8 }, held.term);
         assert_eq!(held.observe(&entry("192.0.2.11", "b", 13, 9)), Seen::Rewritten, "told once");
-        held.term = Term::starting_now(Duration::from_secs(86_400));
-        assert!(wait(held.next(Duration::from_secs(60))) > Duration::from_secs(50));
+        held.term = Term::starting_now(Duration::from_hours(24));
+        assert!(wait(held.next(Duration::from_mins(1))) > Duration::from_secs(50));
     }
 
     #[test]
     fn junk_on_our_key_is_replaced() {
         let mut held = held();
         held.observe_unreadable(Version { mod_revision: 11, etcd_lease: 7 });
-        assert!(wait(held.next(Duration::from_secs(60))).is_zero());
+        assert!(wait(held.next(Duration::from_mins(1))).is_zero());
         assert_eq!(held.version.mod_revision, 11);
     }
 

@@ -27,7 +27,7 @@ use crate::{
 const RETRY: Duration = Duration::from_secs(5);
 /// The longest sleep in one piece: timers stand still while the machine is suspended, so the wall
 /// clock has to be looked at now and then.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 /// How often a guarded write is tried when the key keeps changing but stays ours.
 const WRITE_TRIES: usize = 5;
 

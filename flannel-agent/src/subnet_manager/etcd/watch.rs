@@ -1,6 +1,6 @@
 //! Follows all leases: one list, then one watch from there on, resumed where it broke.
 
-use std::{collections::HashMap, pin::pin, time::Duration};
+use std::{collections::HashMap, time::Duration};
 
 use etcd_client::{Client, Error, EventType, GetOptions, WatchOptions, WatchResponse, WatchStream};
 use tokio::{
@@ -243,30 +243,26 @@ impl EtcdSubnetManager {
             Err(error) => Err(explain(&error)),
         };
         loop {
-            match timeout(PROBE_AFTER, stream.message()).await {
-                Ok(result) => return answer(result),
-                Err(_) => {
-                    let mut client = bound.client.clone();
-                    let probe =
-                        timeout(PROBE_TIMEOUT, probe(&mut client, &self.registry.keys.config));
-                    let mut probe = pin!(probe);
-                    tokio::select! {
-                        biased;
-                        result = stream.message() => return answer(result),
-                        result = &mut probe => match result {
-                            Ok(Ok(())) => {}
-                            Ok(Err(error)) => {
-                                let failure = explain(&error);
-                                // Any answer is a sign of life.
-                                if failure.cause == Cause::Endpoint {
-                                    return Err(failure);
-                                }
-                            }
-                            Err(_) => {
-                                let seconds = (PROBE_AFTER + PROBE_TIMEOUT).as_secs();
-                                return Err(Failure::silent(&bound.endpoint, seconds));
-                            }
+            if let Ok(result) = timeout(PROBE_AFTER, stream.message()).await {
+                return answer(result);
+            }
+            let mut client = bound.client.clone();
+            let probe = timeout(PROBE_TIMEOUT, probe(&mut client, &self.registry.keys.config));
+            tokio::select! {
+                biased;
+                result = stream.message() => return answer(result),
+                result = probe => match result {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => {
+                        let failure = explain(&error);
+                        // Any answer is a sign of life.
+                        if failure.cause == Cause::Endpoint {
+                            return Err(failure);
                         }
+                    }
+                    Err(_) => {
+                        let seconds = (PROBE_AFTER + PROBE_TIMEOUT).as_secs();
+                        return Err(Failure::silent(&bound.endpoint, seconds));
                     }
                 }
             }

@@ -1,0 +1,429 @@
+//! The running agent: start-up order, the event loop, and what happens when a lease is lost.
+//!
+//! Everything runs on one thread. The loop knows four causes for work: the store said something,
+//! the kernel's state changed under us, the store's task ended, two seconds passed. Each ends in
+//! [`Agent::apply`], which makes the kernel equal to the wanted state.
+
+use std::{collections::BTreeSet, future::Future, pin::Pin, rc::Rc, time::Duration};
+
+use tokio::{sync::mpsc, time::MissedTickBehavior};
+use tracing::{error, info, warn};
+
+use crate::{
+    backend::{Backend, BackendError},
+    cli::Exit,
+    config::NetworkConfig,
+    lease::{Lease, LeaseAttributes, Subnets},
+    peer_table::PeerTable,
+    state::SharedState,
+    subnet_env::{SubnetEnv, SubnetFile},
+    subnet_manager::{
+        Connection, GrantedLease, LeaseLost, LeaseRequest, StoreError, StoreEvent, SubnetManager,
+    },
+    telemetry::health::Condition,
+};
+
+/// Pause between tries of anything the start waits for.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// How often the loop shows that it turns.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+
+/// How long a lease check after a suspension may take before the store counts as away.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Everything the event loop works on.
+pub struct Agent {
+    store: Rc<dyn SubnetManager>,
+    backend: Box<dyn Backend>,
+    config: NetworkConfig,
+    subnet_file: SubnetFile,
+    ip_masq: bool,
+    state: Rc<SharedState>,
+    peers: Rc<PeerTable>,
+    granted: GrantedLease,
+    /// The backend's problems of the last pass, so that each is logged once.
+    problems: BTreeSet<String>,
+    /// After a suspension: the store does not show our lease as we know it.
+    doubtful: bool,
+    /// What `subnet.env` holds now, if we wrote it.
+    written: Option<SubnetEnv>,
+}
+
+/// What the store's task came to.
+enum StoreTask {
+    /// `run` returned; what it had to say came through the channel.
+    Ended,
+    /// A new lease after one was lost.
+    Acquired(GrantedLease),
+}
+
+type StoreFuture = Pin<Box<dyn Future<Output = Result<StoreTask, Exit>>>>;
+
+/// Reads the network configuration, waiting until there is a usable one.
+pub async fn network_config(
+    store: &dyn SubnetManager,
+    state: &SharedState,
+) -> Result<NetworkConfig, Exit> {
+    let config =
+        until_ok(state, Condition::Config, "network configuration", || store.network_config())
+            .await?;
+    state.telemetry.readiness.met(Condition::Config);
+    if !config.unknown_keys.is_empty() {
+        warn!(
+            "network configuration: ignoring unknown keys: {}",
+            config.unknown_keys.join(", ")
+        );
+    }
+    if config.backend_type_missing {
+        warn!(
+            "network configuration: Backend.Type is missing, so the udp backend is used as flannel \
+             does; set \"Backend\": {{\"Type\": \"vxlan\"}} for the fast one"
+        );
+    }
+    Ok(config)
+}
+
+/// Repeats `step` every second until it works, telling why it waits once per reason.
+async fn until_ok<T, F>(
+    state: &SharedState,
+    condition: Condition,
+    what: &str,
+    mut step: impl FnMut() -> F,
+) -> Result<T, Exit>
+where
+    F: Future<Output = Result<T, StoreError>>,
+{
+    let mut last = String::new();
+    loop {
+        match step().await {
+            Ok(value) => {
+                if !last.is_empty() {
+                    info!("{what}: no longer waiting");
+                }
+                return Ok(value);
+            }
+            Err(StoreError::Fatal(reason)) => return Err(Exit::failure(format!("{what}: {reason}"))),
+            Err(reason) => {
+                let reason = reason.to_string();
+                if reason != last {
+                    warn!("{what}: {reason}; trying again every second");
+                    state.telemetry.readiness.unmet(condition, reason.clone());
+                    last = reason;
+                }
+            }
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+}
+
+/// Brings the devices up and leases a subnet, waiting as long as that takes.
+async fn lease(
+    store: &dyn SubnetManager,
+    backend: &mut dyn Backend,
+    config: &NetworkConfig,
+    previous: Subnets,
+    state: &SharedState,
+) -> Result<GrantedLease, Exit> {
+    let own = backend.attributes();
+    let stored = until_ok(state, Condition::Lease, "looking up our own lease", || {
+        store.stored_identity(&own)
+    })
+    .await?;
+    let mut last = String::new();
+    loop {
+        match backend.prepare(stored.attributes.as_ref()).await {
+            Ok(()) => break,
+            Err(BackendError::Config(reason)) => {
+                return Err(Exit::failure(format!("{} backend: {reason}", backend.name())));
+            }
+            Err(BackendError::Kernel(reason)) => {
+                if reason != last {
+                    error!("{} backend: {reason}; trying again every second", backend.name());
+                    state.telemetry.readiness.unmet(Condition::Device, reason.clone());
+                    last = reason;
+                }
+            }
+        }
+        tokio::time::sleep(RETRY).await;
+    }
+    acquire(store, config, backend.attributes(), previous, state).await
+}
+
+async fn acquire(
+    store: &dyn SubnetManager,
+    config: &NetworkConfig,
+    attributes: LeaseAttributes,
+    previous: Subnets,
+    state: &SharedState,
+) -> Result<GrantedLease, Exit> {
+    let request = LeaseRequest { attributes, previous };
+    let granted = until_ok(state, Condition::Lease, "leasing a subnet", || {
+        store.acquire(config, &request)
+    })
+    .await?;
+    info!("leased {} from {}", granted.lease.subnets, store.kind());
+    Ok(granted)
+}
+
+impl Agent {
+    /// Leases a subnet and brings the backend up. Waits for whatever is missing.
+    pub async fn start(
+        store: Rc<dyn SubnetManager>,
+        mut backend: Box<dyn Backend>,
+        config: NetworkConfig,
+        subnet_file: SubnetFile,
+        ip_masq: bool,
+        previous: Subnets,
+        state: Rc<SharedState>,
+    ) -> Result<Self, Exit> {
+        let granted = lease(&*store, &mut *backend, &config, previous, &state).await?;
+        Ok(Self {
+            store,
+            backend,
+            config,
+            subnet_file,
+            ip_masq,
+            state,
+            peers: Rc::default(),
+            granted,
+            problems: BTreeSet::new(),
+            doubtful: false,
+            written: None,
+        })
+    }
+
+    /// The event loop. Returns only when nothing can go on.
+    ///
+    /// Calls `first_ready` once, when everything holds for the first time.
+    pub async fn run(mut self, first_ready: impl FnOnce()) -> Result<(), Exit> {
+        let mut first_ready = Some(first_ready);
+        let (events_in, mut events) = mpsc::channel(64);
+        let mut store_task = self.keep_lease(&events_in);
+        self.apply().await;
+
+        let mut heartbeat = tokio::time::interval(HEARTBEAT);
+        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            if self.state.telemetry.readiness.missing().is_empty()
+                && let Some(first_ready) = first_ready.take()
+            {
+                info!("ready");
+                first_ready();
+            }
+            tokio::select! {
+                biased;
+                Some(event) = events.recv() => {
+                    let mut changed = false;
+                    let mut next = Some(event);
+                    while let Some(event) = next {
+                        match event {
+                            StoreEvent::Lost(lost) => {
+                                store_task = self.lost(lost);
+                                // What is left in the channel is the old task's.
+                                while events.try_recv().is_ok() {}
+                            }
+                            other => changed |= self.fold(other),
+                        }
+                        next = events.try_recv().ok();
+                    }
+                    if changed {
+                        self.apply().await;
+                    }
+                }
+                end = &mut store_task => match end? {
+                    StoreTask::Ended => {
+                        // Without a word about why: ask again for what we hold.
+                        store_task = self.acquire_again(self.granted.lease.subnets);
+                    }
+                    StoreTask::Acquired(granted) => {
+                        self.granted = granted;
+                        store_task = self.keep_lease(&events_in);
+                        self.apply().await;
+                    }
+                },
+                () = self.backend.changed() => self.apply().await,
+                _ = heartbeat.tick() => {
+                    if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
+                        self.check_lease().await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// The task that watches the store and keeps our lease alive.
+    fn keep_lease(&mut self, events: &mpsc::Sender<StoreEvent>) -> StoreFuture {
+        let own = self.granted.lease.subnets;
+        self.change_peers(|peers| peers.set_own(Some(own)));
+        self.state.set_lease(&self.granted);
+        self.doubtful = false;
+        self.state.telemetry.readiness.met(Condition::Lease);
+        let (store, granted, events) =
+            (Rc::clone(&self.store), self.granted.clone(), events.clone());
+        Box::pin(async move {
+            store.run(granted, events).await;
+            Ok(StoreTask::Ended)
+        })
+    }
+
+    /// Changes the table of peers, without a copy: the view that `peers` shows is put aside.
+    fn change_peers<T>(&mut self, change: impl FnOnce(&mut PeerTable) -> T) -> T {
+        self.state.set_peers(Rc::default());
+        let result = change(Rc::make_mut(&mut self.peers));
+        self.state.set_peers(Rc::clone(&self.peers));
+        result
+    }
+
+    fn acquire_again(&self, previous: Subnets) -> StoreFuture {
+        let (store, config, state) =
+            (Rc::clone(&self.store), self.config.clone(), Rc::clone(&self.state));
+        let attributes = self.backend.attributes();
+        Box::pin(async move {
+            acquire(&*store, &config, attributes, previous, &state).await.map(StoreTask::Acquired)
+        })
+    }
+
+    /// Stops announcing a lease that is no longer ours and asks for one again: the same subnet if
+    /// nobody has it. Forwarding goes on meanwhile.
+    fn lost(&mut self, lost: LeaseLost) -> StoreFuture {
+        self.state.telemetry.metrics.leases_lost.inc();
+        // Who has it now is told by the store when it is asked for the same subnet again.
+        match &lost.holder {
+            Some(_) => info!("the lease of {} went to another node", lost.subnets),
+            None => warn!("the lease of {} was deleted or ran out", lost.subnets),
+        }
+        self.state
+            .telemetry
+            .readiness
+            .unmet(Condition::Lease, format!("the lease of {} was lost", lost.subnets));
+        if lost.holder.is_some() {
+            self.withdraw_subnet_file("the lease was lost");
+        }
+        self.acquire_again(lost.subnets)
+    }
+
+    fn withdraw_subnet_file(&mut self, reason: &str) {
+        self.written = None;
+        self.state.telemetry.readiness.unmet(Condition::SubnetFile, reason);
+        if let Err(err) = self.subnet_file.remove() {
+            error!("{err}");
+        }
+    }
+
+    /// Takes in what the store said. Returns whether the wanted state changed.
+    fn fold(&mut self, event: StoreEvent) -> bool {
+        match event {
+            StoreEvent::Peers(update) => {
+                self.change_peers(|peers| peers.apply(update))
+            }
+            StoreEvent::Renewed { expires } => {
+                self.granted.expires = expires;
+                self.state.set_lease(&self.granted);
+                false
+            }
+            StoreEvent::Connection(connection) => {
+                match &connection {
+                    Connection::Up => info!("{} store answers again", self.store.kind()),
+                    Connection::Down(reason) => warn!(
+                        "{} store does not answer: {reason}; forwarding goes on with what is known",
+                        self.store.kind()
+                    ),
+                }
+                self.state.set_connection(&connection);
+                false
+            }
+            StoreEvent::Lost(_) => false,
+        }
+    }
+
+    /// After a suspension: is the lease still ours? The store's task finds out by itself as well;
+    /// this keeps us from calling ourselves ready until it is known.
+    async fn check_lease(&mut self) {
+        let readiness = &self.state.telemetry.readiness;
+        let own = &self.granted.lease.attributes;
+        let look = tokio::time::timeout(CHECK_TIMEOUT, self.store.stored_identity(own));
+        self.doubtful = match look.await {
+            Ok(Ok(stored)) => stored.attributes.as_ref() != Some(own),
+            // A store that does not answer takes no lease away.
+            Ok(Err(_)) | Err(_) => false,
+        };
+        if self.doubtful {
+            readiness.unmet(
+                Condition::Lease,
+                "the agent was suspended, and the store no longer shows the lease as ours",
+            );
+        } else {
+            readiness.met(Condition::Lease);
+        }
+    }
+
+    /// Makes the kernel and `subnet.env` equal to the wanted state, and says what is wrong.
+    async fn apply(&mut self) {
+        let state = Rc::clone(&self.state);
+        let _pass = state.telemetry.heartbeat.pass("applying the wanted state");
+        let lease = self.granted.lease.clone();
+        let report = self.backend.apply(&lease, &self.peers).await;
+        self.state.set_applied(&report, self.backend.status());
+
+        let problems: BTreeSet<_> = report.problems.iter().cloned().collect();
+        for problem in problems.difference(&self.problems) {
+            warn!("{problem}");
+        }
+        for problem in self.problems.difference(&problems) {
+            info!("no longer: {problem}");
+        }
+        self.problems = problems;
+
+        match report.device_problem {
+            None => self.state.telemetry.readiness.met(Condition::Device),
+            Some(problem) => self.state.telemetry.readiness.unmet(Condition::Device, problem),
+        }
+        if self.peers.synced() {
+            self.state.telemetry.readiness.met(Condition::Peers);
+        } else {
+            self.state.telemetry.readiness.unmet(Condition::Peers, "the store has not listed the peers yet");
+        }
+        self.publish().await;
+        self.write_subnet_file(&lease);
+    }
+
+    /// Publishes what changed about us: a device made anew with another MAC, another address.
+    async fn publish(&mut self) {
+        let attributes = self.backend.attributes();
+        if attributes == self.granted.lease.attributes {
+            return;
+        }
+        let mut granted = self.granted.clone();
+        granted.lease.attributes = attributes;
+        match self.store.publish(&granted).await {
+            Ok(()) => {
+                info!("published changed attributes of {}", granted.lease.subnets);
+                self.granted = granted;
+            }
+            Err(err) => warn!("could not publish our changed attributes: {err}"),
+        }
+    }
+
+    fn write_subnet_file(&mut self, lease: &Lease) {
+        let readiness = &self.state.telemetry.readiness;
+        if !readiness.holds(Condition::Device) || !readiness.holds(Condition::Lease) {
+            return;
+        }
+        let wanted = SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.ip_masq);
+        if self.written.as_ref() == Some(&wanted) {
+            return;
+        }
+        match self.subnet_file.write(&wanted) {
+            Ok(()) => {
+                info!("wrote {}", self.subnet_file.path().display());
+                self.written = Some(wanted);
+                self.state.telemetry.readiness.met(Condition::SubnetFile);
+            }
+            Err(err) => {
+                error!("{err}");
+                self.state.telemetry.readiness.unmet(Condition::SubnetFile, err.to_string());
+            }
+        }
+    }
+}

@@ -1,0 +1,500 @@
+//! The vxlan backend: specification §7.1. The kernel's data path, always programmed in full.
+
+mod data;
+mod device;
+mod identity;
+mod options;
+mod peers;
+
+use std::{
+    collections::HashMap,
+    fs, io,
+    net::IpAddr,
+    path::PathBuf,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use serde_json::{Value, json};
+use tokio::time::Instant;
+use tracing::{debug, info};
+
+pub use self::{data::VxlanData, options::VxlanOptions};
+use self::{
+    device::{Device, Family, Step, Target},
+    identity::StateFile,
+    peers::{Compiled, Compiler, Tunnel},
+};
+use super::{ApplyReport, Backend, BackendError};
+use crate::{
+    external_interface::ExternalInterface,
+    lease::{Lease, LeaseAttributes},
+    mac::MacAddr,
+    netlink::{
+        link,
+        mirror::{Mirror, Scope},
+        route,
+    },
+    peer_table::PeerTable,
+    reconciler::Wanted,
+    telemetry::metrics::Metrics,
+};
+
+/// How often everything is read anew, in case a notification told less than it should.
+const SAFETY_NET: Duration = Duration::from_secs(60);
+
+/// Pause before another pass when something could not be done.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// Passes over the devices in one go: make, change, look.
+const DEVICE_PASSES: usize = 4;
+
+/// What the backend works with.
+#[derive(Clone, Debug)]
+pub struct VxlanConfig {
+    /// The options of the network configuration.
+    pub options: VxlanOptions,
+    /// The interface that carries the tunnel, as chosen at start. Found again by its name.
+    pub external: ExternalInterface,
+    /// The cluster's IPv4 network, if IPv4 is enabled.
+    pub ipv4_network: Option<Ipv4Net>,
+    /// The cluster's IPv6 network, if IPv6 is enabled.
+    pub ipv6_network: Option<Ipv6Net>,
+    /// Where the MAC survives a reboot.
+    pub state_dir: PathBuf,
+}
+
+/// The backend.
+pub struct VxlanBackend {
+    options: VxlanOptions,
+    external: ExternalInterface,
+    devices: Vec<Device>,
+    targets: HashMap<String, Target>,
+    mirror: Mirror,
+    compiler: Compiler,
+    metrics: Metrics,
+    /// Answers of the kernel to "is this address on our link", until routing changes.
+    on_link: HashMap<IpAddr, Option<u32>>,
+    /// The wanted state of the last pass, to tell tampering from our own echo.
+    wanted: Option<Wanted>,
+    own: Vec<(String, IpNet)>,
+    /// When to pass again whatever is heard.
+    next_pass: Instant,
+    /// Whether the pass to come mends what somebody else changed.
+    repairing: bool,
+    counts: Counts,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    served: usize,
+    problems: usize,
+}
+
+impl VxlanBackend {
+    /// Opens the sockets; changes nothing yet.
+    pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
+        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir } = config;
+        let vni = options.vni;
+        let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
+            let state = StateFile::new(&state_dir, &name, public);
+            Device { family, name, network, mac: None, state }
+        };
+        let mut devices = Vec::new();
+        devices.extend(ipv4_network.map(|network| {
+            let public = external.public_ip.map(Into::into);
+            device(Family::V4, format!("flannel.{vni}"), network.into(), public)
+        }));
+        devices.extend(ipv6_network.map(|network| {
+            let public = external.public_ipv6.map(Into::into);
+            device(Family::V6, format!("flannel-v6.{vni}"), network.into(), public)
+        }));
+        let scope = Scope {
+            networks: devices.iter().map(|device| device.network).collect(),
+            devices: devices.iter().map(|device| device.name.clone()).collect(),
+        };
+        let mirror = Mirror::open(scope)
+            .map_err(|err| BackendError::Kernel(format!("cannot open netlink sockets: {err}")))?;
+        Ok(Self {
+            options,
+            external,
+            devices,
+            targets: HashMap::new(),
+            mirror,
+            compiler: Compiler::default(),
+            metrics,
+            on_link: HashMap::new(),
+            wanted: None,
+            own: Vec::new(),
+            next_pass: Instant::now() + SAFETY_NET,
+            repairing: false,
+            counts: Counts::default(),
+        })
+    }
+
+    fn refresh(&mut self) -> Result<(), String> {
+        let heard = self
+            .mirror
+            .refresh()
+            .map_err(|err| format!("cannot read the kernel's links and routes: {err}"))?;
+        if heard.routing {
+            self.on_link.clear();
+        }
+        Ok(())
+    }
+
+    /// Brings all devices to their targets. Returns how much was changed.
+    fn bring_up_devices(&mut self) -> Result<usize, String> {
+        let mut changes = 0;
+        for at in 0..self.devices.len() {
+            let mut right = false;
+            for _ in 0..DEVICE_PASSES {
+                if self.step_device(at)? {
+                    right = true;
+                    break;
+                }
+                changes += 1;
+                self.refresh()?;
+            }
+            if !right {
+                return Err(format!(
+                    "device {} does not stay as it is set: something else keeps changing it",
+                    self.devices[at].name
+                ));
+            }
+        }
+        Ok(changes)
+    }
+
+    /// One step for one device. Returns whether nothing was left to do.
+    fn step_device(&mut self, at: usize) -> Result<bool, String> {
+        let device = &mut self.devices[at];
+        let name = device.name.clone();
+        let target = device.target(self.mirror.tables(), &self.external, &self.options)?;
+        let step = device.step(self.mirror.tables(), &target)?;
+        if device.mac.is_none()
+            && let (Step::Nothing | Step::Change(_), Some(link)) =
+                (&step, self.mirror.tables().link(&name))
+        {
+            // Adopted: peers know this device by the MAC it has.
+            device.mac = link.mac.filter(|mac| mac.is_station());
+            info!("using the existing device {name}");
+        }
+        let mtu = target.mtu;
+        let vxlan = target.vxlan.clone();
+        self.targets.insert(name.clone(), target);
+        match step {
+            Step::Nothing => {
+                if let Some(mac) = device.mac {
+                    device.state.keep(mac);
+                }
+                Ok(true)
+            }
+            Step::Change(request) => {
+                self.run(vec![request], &format!("change device {name}"))?;
+                info!("changed device {name} to what is wanted");
+                Ok(false)
+            }
+            Step::Make { instead_of } => {
+                let mac = *device.mac.get_or_insert_with(MacAddr::random);
+                if let Some(index) = instead_of {
+                    info!("device {name} has other parameters than wanted: making it anew");
+                    self.run(vec![link::delete(index)], &format!("delete device {name}"))?;
+                }
+                let request = link::create_vxlan(&name, mac, mtu, &vxlan);
+                self.run(vec![request], &format!("make device {name}"))?;
+                // Router advertisements from the overlay are nobody's business.
+                let accept_ra = format!("/proc/sys/net/ipv6/conf/{name}/accept_ra");
+                if let Err(err) = fs::write(&accept_ra, "0") {
+                    debug!("{accept_ra}: {err}");
+                }
+                info!("made device {name} with MAC {mac}");
+                Ok(false)
+            }
+        }
+    }
+
+    /// Runs requests that all have to work.
+    fn run(&mut self, requests: Vec<crate::netlink::socket::Request>, what: &str) -> Result<(), String> {
+        let outcomes = self.mirror.requests().run(requests);
+        let failed = match outcomes {
+            Ok(outcomes) => outcomes.into_iter().find_map(Result::err),
+            Err(err) => Some(err),
+        };
+        match failed {
+            None => Ok(()),
+            Some(err) => Err(format!("cannot {what}: {}", explain(&err))),
+        }
+    }
+
+    /// Our addresses on the devices. Returns how much was changed.
+    fn set_addresses(&mut self) -> Result<usize, String> {
+        let mut changes = 0;
+        for (name, subnet) in self.own.clone() {
+            let tables = self.mirror.tables();
+            let device = self.devices.iter().find(|device| device.name == name);
+            let Some((device, link)) = device.zip(tables.link(&name)) else { continue };
+            let Some(own) = device.address(link.index, subnet) else { continue };
+            let requests = device.address_changes(tables, own);
+            changes += requests.len();
+            self.run(requests, &format!("set the address of {name}"))?;
+        }
+        Ok(changes)
+    }
+
+    fn own_subnets(&self, lease: &Lease) -> Result<Vec<(String, IpNet)>, String> {
+        let mut own = Vec::new();
+        for device in &self.devices {
+            let subnet = match device.family {
+                Family::V4 => lease.subnets.v4.map(IpNet::from),
+                Family::V6 => lease.subnets.v6.map(IpNet::from),
+            };
+            let subnet = subnet
+                .ok_or_else(|| format!("the lease has no subnet for device {}", device.name))?;
+            own.push((device.name.clone(), subnet));
+        }
+        Ok(own)
+    }
+
+    fn tunnels(&self) -> Vec<Tunnel> {
+        let tables = self.mirror.tables();
+        let tunnel = |(name, own): &(String, IpNet)| {
+            let device = self.devices.iter().find(|device| device.name == *name)?;
+            let link = tables.link(name)?.index;
+            Some(Tunnel { family: device.family, link, own: *own, network: device.network })
+        };
+        self.own.iter().filter_map(tunnel).collect()
+    }
+
+    fn compile(&mut self, peers: &PeerTable) -> Compiled {
+        let tunnels = self.tunnels();
+        let direct = self.options.direct_routing;
+        let mut on_link = HashMap::new();
+        if direct {
+            for (_, attributes) in peers.peers() {
+                let v4 = attributes.public_ip.map(IpAddr::from);
+                for ip in v4.into_iter().chain(attributes.public_ipv6.map(IpAddr::from)) {
+                    let known = self.on_link.remove(&ip);
+                    let link = known.unwrap_or_else(|| self.ask_on_link(ip));
+                    on_link.insert(ip, link);
+                }
+            }
+            self.on_link = on_link;
+        }
+        let known = &self.on_link;
+        let mut look_up = |ip: IpAddr| known.get(&ip).copied().flatten();
+        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &mut look_up)
+    }
+
+    fn ask_on_link(&mut self, ip: IpAddr) -> Option<u32> {
+        match route::on_link(self.mirror.requests(), ip) {
+            // A route of ours over the tunnel would be a loop.
+            Ok(link) => link.filter(|link| {
+                let name = self.mirror.tables().links.get(link).map(|link| link.name.as_str());
+                !self.devices.iter().any(|device| Some(device.name.as_str()) == name)
+            }),
+            Err(err) => {
+                debug!("route look-up for {ip}: {err}");
+                None
+            }
+        }
+    }
+
+    fn pass(&mut self, lease: &Lease, peers: &PeerTable, report: &mut ApplyReport) -> Result<(), String> {
+        self.refresh()?;
+        report.changes += self.bring_up_devices()?;
+        self.own = self.own_subnets(lease)?;
+        report.changes += self.set_addresses()?;
+        self.refresh()?;
+        let Compiled { wanted, problems, served } = self.compile(peers);
+        report.problems.extend(problems);
+        report.peers_applied = served;
+        let plan = wanted.plan(self.mirror.tables());
+        self.wanted = Some(wanted);
+        for route in plan.taken {
+            report.problems.push(format!(
+                "the route to peer {} is somebody else's ({:?}): it is left as it is",
+                route.destination, route.via
+            ));
+            report.peers_applied = report.peers_applied.saturating_sub(1);
+        }
+        if plan.changes.is_empty() {
+            return Ok(());
+        }
+        let requests = plan.changes.iter().map(crate::reconciler::Change::request).collect();
+        let outcomes = self
+            .mirror
+            .requests()
+            .run(requests)
+            .map_err(|err| format!("cannot talk to the kernel: {err}"))?;
+        for (change, outcome) in plan.changes.iter().zip(&outcomes) {
+            if change.worked(outcome) {
+                report.changes += 1;
+            } else if let Err(err) = outcome {
+                report.problems.push(format!("cannot {change}: {}", explain(err)));
+            }
+        }
+        // Our own echo, before it is taken for somebody else's work.
+        self.refresh()
+    }
+
+    /// Whether the kernel differs from the last pass's wanted state.
+    fn differs(&self) -> bool {
+        let Some(wanted) = &self.wanted else { return true };
+        let tables = self.mirror.tables();
+        let device_right = |device: &Device| {
+            let target = device.target(tables, &self.external, &self.options);
+            let Ok(target) = target else { return false };
+            matches!(device.step(tables, &target), Ok(Step::Nothing))
+                && self.own.iter().filter(|(name, _)| *name == device.name).all(|(name, subnet)| {
+                    tables.link(name).is_some_and(|link| {
+                        device
+                            .address(link.index, *subnet)
+                            .is_some_and(|own| device.address_changes(tables, own).is_empty())
+                    })
+                })
+        };
+        !self.devices.iter().all(device_right) || !wanted.plan(tables).changes.is_empty()
+    }
+}
+
+#[async_trait(?Send)]
+impl Backend for VxlanBackend {
+    fn name(&self) -> &'static str {
+        "vxlan"
+    }
+
+    async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError> {
+        self.refresh().map_err(BackendError::Kernel)?;
+        for device in self.devices.iter_mut().filter(|device| device.mac.is_none()) {
+            if self.mirror.tables().link(&device.name).and_then(|link| link.vxlan.as_ref()).is_some()
+            {
+                continue;
+            }
+            let data = stored.and_then(|stored| match device.family {
+                Family::V4 => stored.backend_data.as_ref(),
+                Family::V6 => stored.backend_v6_data.as_ref(),
+            });
+            let published = data.and_then(|data| VxlanData::parse(data).ok());
+            device.mac = published.map(|data| data.vtep_mac).or_else(|| device.state.read());
+        }
+        self.bring_up_devices().map(drop).map_err(BackendError::Kernel)
+    }
+
+    fn attributes(&self) -> LeaseAttributes {
+        let mut attributes = LeaseAttributes {
+            public_ip: self.external.public_ip,
+            public_ipv6: self.external.public_ipv6,
+            backend_type: self.name().to_owned(),
+            ..LeaseAttributes::default()
+        };
+        for device in &self.devices {
+            let Some(vtep_mac) = device.mac else { continue };
+            let data = VxlanData { vni: self.options.vni, vtep_mac }.to_json();
+            let local = self.targets.get(&device.name).and_then(|target| target.vxlan.local);
+            let (public, own) = device.configured(&self.external);
+            // The interface's address was advertised and has changed: advertise the new one.
+            let moved = (public == own && local != own).then_some(local).flatten();
+            match device.family {
+                Family::V4 => {
+                    attributes.backend_data = Some(data);
+                    if let Some(IpAddr::V4(ip)) = moved {
+                        attributes.public_ip = Some(ip);
+                    }
+                }
+                Family::V6 => {
+                    attributes.backend_v6_data = Some(data);
+                    if let Some(IpAddr::V6(ip)) = moved {
+                        attributes.public_ipv6 = Some(ip);
+                    }
+                }
+            }
+        }
+        attributes
+    }
+
+    async fn apply(&mut self, own: &Lease, peers: &PeerTable) -> ApplyReport {
+        let mut report = ApplyReport::default();
+        report.device_problem = self.pass(own, peers, &mut report).err();
+        if std::mem::take(&mut self.repairing) {
+            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
+            self.metrics.repairs.inc_by(mended);
+            if mended > 0 {
+                info!("put {mended} kernel objects back that somebody else had changed");
+            }
+        }
+        let failed = report.device_problem.is_some()
+            || report.problems.iter().any(|problem| problem.starts_with("cannot "));
+        self.next_pass = Instant::now() + if failed { RETRY } else { SAFETY_NET };
+        self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
+        report
+    }
+
+    async fn changed(&mut self) {
+        loop {
+            let due = self.next_pass;
+            tokio::select! {
+                () = self.mirror.readable() => {}
+                () = tokio::time::sleep_until(due) => {
+                    self.mirror.distrust();
+                    return;
+                }
+            }
+            match self.mirror.refresh() {
+                Ok(heard) => {
+                    if heard.routing && self.options.direct_routing {
+                        self.on_link.clear();
+                        return;
+                    }
+                    if heard.ours && self.differs() {
+                        self.repairing = true;
+                        return;
+                    }
+                }
+                Err(err) => {
+                    debug!("reading the kernel's state: {err}");
+                    tokio::time::sleep(RETRY).await;
+                }
+            }
+        }
+    }
+
+    fn mtu(&self) -> u32 {
+        self.targets.values().map(|target| target.mtu).min().unwrap_or(0)
+    }
+
+    fn status(&self) -> Value {
+        let tables = self.mirror.tables();
+        let devices = self.devices.iter().map(|device| {
+            let link = tables.link(&device.name);
+            let vxlan = link.and_then(|link| link.vxlan.as_ref());
+            json!({
+                "name": device.name,
+                "present": link.is_some(),
+                "up": link.is_some_and(|link| link.up),
+                "index": link.map(|link| link.index),
+                "mac": link.and_then(|link| link.mac).map(|mac| mac.to_string()),
+                "mtu": link.map(|link| link.mtu),
+                "vni": vxlan.map(|vxlan| vxlan.vni),
+                "port": vxlan.map(|vxlan| vxlan.port),
+                "local": vxlan.and_then(|vxlan| vxlan.local),
+            })
+        });
+        json!({
+            "devices": devices.collect::<Value>(),
+            "peers_served": self.counts.served,
+            "problems": self.counts.problems,
+            "routes": tables.routes.len(),
+        })
+    }
+}
+
+/// The kernel's word, with what it usually means.
+fn explain(err: &io::Error) -> String {
+    match err.raw_os_error() {
+        Some(libc::EPERM) => format!("{err}: the agent needs CAP_NET_ADMIN"),
+        Some(libc::EOPNOTSUPP) => format!("{err}: does this kernel have vxlan?"),
+        _ => err.to_string(),
+    }
+}

@@ -1,0 +1,374 @@
+//! What the kernel has of the objects that concern us: read once, then kept by notifications.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    io,
+    net::IpAddr,
+    os::fd::AsRawFd,
+};
+
+use ipnet::IpNet;
+use netlink_packet_core::NetlinkPayload;
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use tokio::io::unix::AsyncFd;
+
+use super::{
+    address::{self, Address},
+    link::{self, Link},
+    neighbour::{self, Entry, Forwarding, Neighbour},
+    route::{self, OUR_PROTOCOL, Route, Via},
+    socket::{Requests, parse},
+};
+use crate::mac::MacAddr;
+
+/// `RTNLGRP_*`: links, neighbours, addresses and routes of both families.
+const GROUPS: [u32; 6] = [1, 3, 5, 7, 9, 11];
+
+/// Room for a burst of notifications, in bytes: some thousand of them.
+const RECEIVE_BUFFER: usize = 8 << 20;
+
+/// How often a dump that the kernel's own changes interrupted is repeated.
+const DUMP_TRIES: usize = 5;
+
+/// Which objects concern us.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scope {
+    /// Networks whose routes are kept.
+    pub networks: Vec<IpNet>,
+    /// Names of our devices, whose addresses, neighbours and forwarding entries are kept.
+    pub devices: Vec<String>,
+}
+
+/// The kernel's objects as last heard of.
+#[derive(Clone, Debug, Default)]
+pub struct Tables {
+    /// All links, by index.
+    pub links: BTreeMap<u32, Link>,
+    /// All addresses of all links; the value says whether the address is usable yet.
+    pub addresses: BTreeMap<Address, bool>,
+    /// Routes of the main table inside our networks, or marked ours.
+    pub routes: BTreeSet<Route>,
+    /// Permanent neighbours on our devices.
+    pub neighbours: HashMap<(u32, IpAddr), MacAddr>,
+    /// Permanent forwarding entries with a remote on our devices.
+    pub forwarding: HashMap<(u32, MacAddr), IpAddr>,
+}
+
+impl Tables {
+    /// The link of this name.
+    pub fn link(&self, name: &str) -> Option<&Link> {
+        self.links.values().find(|link| link.name == name)
+    }
+}
+
+/// What came in since the last look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// A link, address, route, neighbour or forwarding entry in our scope changed.
+    pub ours: bool,
+    /// Some route or address of the host changed: decisions taken from a route look-up may differ.
+    pub routing: bool,
+}
+
+/// The tables and the sockets that keep them right.
+pub struct Mirror {
+    scope: Scope,
+    tables: Tables,
+    requests: Requests,
+    monitor: AsyncFd<Socket>,
+    /// Whether the tables have to be read anew: at first, and when notifications were lost.
+    stale: bool,
+}
+
+impl Mirror {
+    /// Opens the sockets; reads nothing yet.
+    pub fn open(scope: Scope) -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        socket.bind(&SocketAddr::new(0, 0))?;
+        grow_buffer(&socket);
+        for group in GROUPS {
+            socket.add_membership(group)?;
+        }
+        socket.set_non_blocking(true)?;
+        Ok(Self {
+            scope,
+            tables: Tables::default(),
+            requests: Requests::open()?,
+            // SAFETY: the socket owns its descriptor and closes it only when it is dropped.
+            monitor: unsafe { AsyncFd::register(socket) }?,
+            stale: true,
+        })
+    }
+
+    /// The tables as of the last [`refresh`](Self::refresh).
+    pub fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    /// The socket for requests.
+    pub fn requests(&mut self) -> &mut Requests {
+        &mut self.requests
+    }
+
+    /// Says that the tables are to be read anew at the next refresh.
+    pub fn distrust(&mut self) {
+        self.stale = true;
+    }
+
+    /// Waits until there is something to hear. Cancel-safe.
+    pub async fn readable(&self) {
+        loop {
+            // An error here means that the runtime is going down.
+            let Ok(mut guard) = self.monitor.readable().await else {
+                return std::future::pending().await;
+            };
+            let mut peeked = [0_u8; 1];
+            let waiting = guard.try_io(|monitor| {
+                monitor.get_ref().recv(&mut &mut peeked[..], libc::MSG_PEEK | libc::MSG_DONTWAIT)
+            });
+            // "Would block" was only a stale readiness, cleared now; an error is news as well.
+            if waiting.is_ok() {
+                return;
+            }
+        }
+    }
+
+    /// Takes in all that was heard, or reads everything if too much was missed.
+    pub fn refresh(&mut self) -> io::Result<Heard> {
+        let mut heard = self.listen();
+        if self.stale {
+            self.read_all()?;
+            self.stale = false;
+            heard = Heard { ours: true, routing: true };
+            // What was heard while reading is in the tables already or comes on top.
+            self.listen();
+        }
+        Ok(heard)
+    }
+
+    fn listen(&mut self) -> Heard {
+        let mut heard = Heard::default();
+        loop {
+            let received = self.monitor.get_ref().recv_from_full();
+            match received {
+                Ok((bytes, sender)) => {
+                    // Only the kernel's word counts.
+                    if sender.port_number() != 0 {
+                        continue;
+                    }
+                    for message in parse(&bytes) {
+                        if let NetlinkPayload::InnerMessage(message) = message.payload {
+                            self.fold(&message, &mut heard);
+                        }
+                    }
+                }
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => return heard,
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                // ENOBUFS: notifications were dropped.
+                Err(err) => {
+                    tracing::debug!("netlink notifications lost: {err}");
+                    self.stale = true;
+                    if err.raw_os_error() != Some(libc::ENOBUFS) {
+                        return heard;
+                    }
+                }
+            }
+        }
+    }
+
+    fn is_ours(&self, link: u32) -> bool {
+        let Some(link) = self.tables.links.get(&link) else { return false };
+        self.scope.devices.contains(&link.name)
+    }
+
+    fn concerns_us(&self, route: &Route) -> bool {
+        let inside = |network: &IpNet| network.contains(&route.destination);
+        route.protocol == OUR_PROTOCOL || self.scope.networks.iter().any(inside)
+    }
+
+    fn fold(&mut self, message: &RouteNetlinkMessage, heard: &mut Heard) {
+        match message {
+            RouteNetlinkMessage::NewLink(message) => {
+                if let Some(link) = Link::from_message(message) {
+                    heard.ours |= self.tables.links.get(&link.index) != Some(&link);
+                    if !link.up {
+                        self.forget_flushed(link.index);
+                    }
+                    self.tables.links.insert(link.index, link);
+                }
+            }
+            RouteNetlinkMessage::DelLink(message) => {
+                // A port leaving a bridge is told as a deleted link of the bridge family.
+                if message.header.interface_family != AddressFamily::Bridge {
+                    heard.ours = true;
+                    self.forget(message.header.index);
+                }
+            }
+            RouteNetlinkMessage::NewAddress(message) => {
+                if let Some((address, usable)) = Address::from_message(message) {
+                    let known = self.tables.addresses.insert(address, usable);
+                    let changed = known != Some(usable);
+                    heard.routing |= changed;
+                    heard.ours |= changed;
+                }
+            }
+            RouteNetlinkMessage::DelAddress(message) => {
+                if let Some((address, _)) = Address::from_message(message) {
+                    let known = self.tables.addresses.remove(&address).is_some();
+                    heard.routing |= known;
+                    heard.ours |= known;
+                }
+            }
+            RouteNetlinkMessage::NewRoute(message) => {
+                heard.routing = true;
+                let replaces = Route::from_message(message).filter(|r| self.concerns_us(r));
+                if let Some(route) = replaces {
+                    heard.ours |= self.add_route(route);
+                }
+            }
+            RouteNetlinkMessage::DelRoute(message) => {
+                heard.routing = true;
+                if let Some(route) = Route::from_message(message) {
+                    heard.ours |= self.tables.routes.remove(&route);
+                }
+            }
+            RouteNetlinkMessage::NewNeighbour(message) => {
+                heard.ours |= self.neighbour(Entry::from_message(message), true);
+            }
+            RouteNetlinkMessage::DelNeighbour(message) => {
+                heard.ours |= self.neighbour(Entry::from_message(message), false);
+            }
+            _ => {}
+        }
+    }
+
+    /// A replaced IPv4 route is told as one new route: the old one of the same destination and
+    /// metric is gone. (IPv6 tells the same way.)
+    fn add_route(&mut self, route: Route) -> bool {
+        if self.tables.routes.contains(&route) {
+            return false;
+        }
+        self.tables.routes.retain(|old| {
+            old.destination != route.destination || old.metric != route.metric
+        });
+        self.tables.routes.insert(route)
+    }
+
+    fn neighbour(&mut self, entry: Option<Entry>, present: bool) -> bool {
+        match entry {
+            Some(Entry::Neighbour(Neighbour { link, ip, mac }, permanent)) => {
+                if !self.is_ours(link) {
+                    return false;
+                }
+                if present && permanent {
+                    self.tables.neighbours.insert((link, ip), mac) != Some(mac)
+                } else {
+                    self.tables.neighbours.remove(&(link, ip)).is_some()
+                }
+            }
+            Some(Entry::Unresolved(link, ip)) => {
+                self.tables.neighbours.remove(&(link, ip)).is_some()
+            }
+            Some(Entry::Forwarding(Forwarding { link, mac, remote }, permanent)) => {
+                if !self.is_ours(link) {
+                    return false;
+                }
+                if present && permanent {
+                    self.tables.forwarding.insert((link, mac), remote) != Some(remote)
+                } else {
+                    // An entry may have had several remotes; only the loss of ours counts.
+                    let ours = self.tables.forwarding.get(&(link, mac)) == Some(&remote);
+                    ours && self.tables.forwarding.remove(&(link, mac)).is_some()
+                }
+            }
+            None => false,
+        }
+    }
+
+    /// What the kernel drops without telling when a link goes down: its IPv4 routes. Neighbours
+    /// are told one by one.
+    fn forget_flushed(&mut self, link: u32) {
+        self.tables.routes.retain(|route| match route.via {
+            Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
+            Via::Blackhole => true,
+        });
+    }
+
+    fn forget(&mut self, link: u32) {
+        self.forget_flushed(link);
+        self.tables.links.remove(&link);
+        self.tables.addresses.retain(|address, _| address.link != link);
+        self.tables.neighbours.retain(|(on, _), _| *on != link);
+        self.tables.forwarding.retain(|(on, _), _| *on != link);
+    }
+
+    fn read_all(&mut self) -> io::Result<()> {
+        let mut last = Ok(());
+        for _ in 0..DUMP_TRIES {
+            self.tables = Tables::default();
+            last = self.read_once();
+            match &last {
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                _ => break,
+            }
+        }
+        last
+    }
+
+    fn read_once(&mut self) -> io::Result<()> {
+        let mut messages = Vec::new();
+        self.requests.dump(link::dump_request(), |message| messages.push(message))?;
+        self.requests.dump(address::dump_request(), |message| messages.push(message))?;
+        let mut families = vec![];
+        families.extend(
+            self.scope.networks.iter().any(|n| matches!(n, IpNet::V4(_))).then_some(AddressFamily::Inet),
+        );
+        families.extend(
+            self.scope.networks.iter().any(|n| matches!(n, IpNet::V6(_))).then_some(AddressFamily::Inet6),
+        );
+        for family in families {
+            self.requests.dump(route::dump_request(family), |message| messages.push(message))?;
+        }
+        let mut heard = Heard::default();
+        for message in messages.drain(..) {
+            match &message {
+                // A dump lists several routes of one destination side by side.
+                RouteNetlinkMessage::NewRoute(route) => {
+                    let route = Route::from_message(route).filter(|r| self.concerns_us(r));
+                    self.tables.routes.extend(route);
+                }
+                other => self.fold(other, &mut heard),
+            }
+        }
+        let devices: Vec<u32> =
+            self.tables.links.keys().copied().filter(|index| self.is_ours(*index)).collect();
+        for device in devices {
+            for family in [AddressFamily::Inet, AddressFamily::Inet6, AddressFamily::Bridge] {
+                let request = neighbour::dump_request(family, device);
+                self.requests.dump(request, |message| messages.push(message))?;
+            }
+        }
+        for message in messages {
+            self.fold(&message, &mut heard);
+        }
+        Ok(())
+    }
+}
+
+/// The default buffer holds some hundred notifications. Beyond the limit of `net.core.rmem_max`
+/// only with `CAP_NET_ADMIN`, which the agent has.
+fn grow_buffer(socket: &Socket) {
+    let fd = socket.as_raw_fd();
+    // SAFETY: `fd` is open for the borrow's length; `SO_RCVBUFFORCE` takes an int.
+    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    let forced = nix::sys::socket::setsockopt(
+        &borrowed,
+        nix::sys::socket::sockopt::RcvBufForce,
+        &RECEIVE_BUFFER,
+    );
+    if forced.is_err() {
+        // What is missed is noticed and read anew: only slower.
+        let _ = socket.set_rx_buf_sz(RECEIVE_BUFFER);
+    }
+}

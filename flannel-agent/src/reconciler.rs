@@ -1,0 +1,211 @@
+//! The difference between wanted and kernel: pure, so that it is tested without a kernel.
+//!
+//! Order matters for running traffic. What a packet needs comes before what sends it there, and
+//! what is no longer needed goes last: forwarding entries, neighbours, routes, then removals in
+//! the opposite order.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fmt, io,
+    net::IpAddr,
+};
+
+use ipnet::IpNet;
+
+use crate::{
+    mac::MacAddr,
+    netlink::{
+        mirror::Tables,
+        neighbour::{Forwarding, Neighbour},
+        route::{OUR_PROTOCOL, Route, Via},
+        socket::Request,
+    },
+};
+
+/// `RTPROT_KERNEL`: routes the kernel makes for addresses.
+const KERNEL_PROTOCOL: u8 = 2;
+
+/// What the kernel is to have of routes, neighbours and forwarding entries.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Where each peer's subnet leads.
+    pub routes: BTreeMap<IpNet, Via>,
+    /// Gateways that mark a route on another link as ours although it lacks our protocol: peers'
+    /// public addresses, as flanneld routes to them.
+    pub gateways: BTreeSet<IpAddr>,
+    /// Permanent neighbours on our devices.
+    pub neighbours: HashMap<(u32, IpAddr), MacAddr>,
+    /// Permanent forwarding entries on our devices.
+    pub forwarding: HashMap<(u32, MacAddr), IpAddr>,
+    /// Indices of our devices.
+    pub devices: Vec<u32>,
+    /// The cluster's networks.
+    pub networks: Vec<IpNet>,
+    /// Our own subnets, to which no route of ours may lead.
+    pub own: Vec<IpNet>,
+    /// Whether all peers are known. If not, nothing that may be a peer's is removed.
+    pub complete: bool,
+}
+
+/// One change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Add or move a forwarding entry.
+    SetForwarding(Forwarding),
+    /// Add or replace a neighbour.
+    SetNeighbour(Neighbour),
+    /// Add or replace a route.
+    SetRoute(Route),
+    /// Remove a route.
+    RemoveRoute(Route),
+    /// Remove a neighbour.
+    RemoveNeighbour(Neighbour),
+    /// Remove a forwarding entry.
+    RemoveForwarding(Forwarding),
+}
+
+impl Change {
+    /// The request that makes this change.
+    pub fn request(&self) -> Request {
+        match self {
+            Self::SetForwarding(entry) => entry.replace(),
+            Self::SetNeighbour(entry) => entry.replace(),
+            Self::SetRoute(route) => route.replace(),
+            Self::RemoveRoute(route) => route.delete(),
+            Self::RemoveNeighbour(entry) => entry.delete(),
+            Self::RemoveForwarding(entry) => entry.delete(),
+        }
+    }
+
+    /// Whether the kernel's answer means that things are as wanted: what was to go is gone.
+    pub fn worked(&self, outcome: &io::Result<()>) -> bool {
+        let Err(err) = outcome else { return true };
+        let removal = matches!(
+            self,
+            Self::RemoveRoute(_) | Self::RemoveNeighbour(_) | Self::RemoveForwarding(_)
+        );
+        let gone = matches!(err.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::ENODEV));
+        removal && gone
+    }
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::SetForwarding(e) => write!(f, "set FDB entry {} to {}", e.mac, e.remote),
+            Self::RemoveForwarding(e) => write!(f, "remove FDB entry {} to {}", e.mac, e.remote),
+            Self::SetNeighbour(e) => write!(f, "set neighbour {} to {}", e.ip, e.mac),
+            Self::RemoveNeighbour(e) => write!(f, "remove neighbour {} at {}", e.ip, e.mac),
+            Self::SetRoute(r) => write!(f, "set route to {}", r.destination),
+            Self::RemoveRoute(r) => write!(f, "remove route to {}", r.destination),
+        }
+    }
+}
+
+/// What to change, in order, and what cannot be had.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// The changes, in the order in which to make them.
+    pub changes: Vec<Change>,
+    /// Subnets whose route is taken by a route of somebody else.
+    pub taken: Vec<Route>,
+}
+
+impl Wanted {
+    fn inside(&self, destination: &IpNet) -> bool {
+        self.networks.iter().any(|network| network.contains(destination))
+    }
+
+    /// Whether a route is one that this agent or a flanneld before it made.
+    fn ours(&self, route: &Route) -> bool {
+        if route.protocol == OUR_PROTOCOL {
+            return true;
+        }
+        if route.protocol == KERNEL_PROTOCOL || !self.inside(&route.destination) {
+            return false;
+        }
+        match route.via {
+            Via::Gateway { link, gateway, .. } => {
+                self.devices.contains(&link) || self.gateways.contains(&gateway)
+            }
+            Via::Link(link) => self.devices.contains(&link),
+            // Left by `--ip-blackhole-route` of another subnet; our own subnet's is somebody's wish.
+            Via::Blackhole => !self.own.contains(&route.destination),
+        }
+    }
+
+    /// Compares with the kernel's tables.
+    pub fn plan(&self, tables: &Tables) -> Plan {
+        let mut plan = Plan::default();
+        let changes = &mut plan.changes;
+        let forwarding = self.forwarding.iter().filter(|(k, v)| tables.forwarding.get(k) != Some(v));
+        changes.extend(forwarding.map(|(&(link, mac), &remote)| {
+            Change::SetForwarding(Forwarding { link, mac, remote })
+        }));
+        let neighbours = self.neighbours.iter().filter(|(k, v)| tables.neighbours.get(k) != Some(v));
+        changes.extend(
+            neighbours
+                .map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
+        );
+
+        let mut there: HashMap<IpNet, Vec<&Route>> = HashMap::new();
+        for route in &tables.routes {
+            there.entry(route.destination).or_default().push(route);
+        }
+        for (destination, via) in &self.routes {
+            let routes = there.get(destination).map_or(&[][..], Vec::as_slice);
+            if routes.iter().any(|route| route.via == *via) {
+                continue;
+            }
+            if let Some(foreign) = routes.iter().find(|route| !self.ours(route)) {
+                plan.taken.push(**foreign);
+                continue;
+            }
+            let metric = routes.first().map_or(0, |route| route.metric);
+            changes.push(Change::SetRoute(Route {
+                destination: *destination,
+                via: *via,
+                metric,
+                protocol: OUR_PROTOCOL,
+            }));
+        }
+        self.plan_removals(tables, changes);
+        plan
+    }
+
+    fn plan_removals(&self, tables: &Tables, changes: &mut Vec<Change>) {
+        let set: BTreeSet<(IpNet, u32)> = changes
+            .iter()
+            .filter_map(|change| match change {
+                Change::SetRoute(route) => Some((route.destination, route.metric)),
+                _ => None,
+            })
+            .collect();
+        for route in tables.routes.iter().filter(|route| self.ours(route)) {
+            let own = self.own.contains(&route.destination);
+            let replaced = set.contains(&(route.destination, route.metric));
+            let wanted = self.routes.get(&route.destination) == Some(&route.via);
+            if !wanted && !replaced && (self.complete || own) {
+                changes.push(Change::RemoveRoute(*route));
+            }
+        }
+        if !self.complete {
+            return;
+        }
+        let on_ours = |link: u32| self.devices.contains(&link);
+        for (&(link, ip), &mac) in &tables.neighbours {
+            if on_ours(link) && !self.neighbours.contains_key(&(link, ip)) {
+                changes.push(Change::RemoveNeighbour(Neighbour { link, ip, mac }));
+            }
+        }
+        for (&(link, mac), &remote) in &tables.forwarding {
+            // The all-zero entry is the default destination: nothing flannel ever sets.
+            if on_ours(link) && mac.is_station() && !self.forwarding.contains_key(&(link, mac)) {
+                changes.push(Change::RemoveForwarding(Forwarding { link, mac, remote }));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

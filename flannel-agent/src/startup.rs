@@ -1,0 +1,291 @@
+//! From the command line to the running agent: specification §1.3, in that order.
+
+use std::{rc::Rc, time::Duration};
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tracing::{error, info, warn};
+
+use crate::{
+    agent::{self, Agent},
+    backend::{
+        Backend,
+        vxlan::{VxlanBackend, VxlanConfig, VxlanOptions},
+    },
+    cli::{
+        Exit, Options,
+        flags::{EtcdFlags, OptionalPath},
+    },
+    config::NetworkConfig,
+    control::ControlSocket,
+    external_interface::{self, ExternalInterface, Families, SelectError},
+    state::SharedState,
+    subnet_env::SubnetFile,
+    subnet_manager::{
+        SubnetManager,
+        etcd::{EtcdOptions, EtcdSubnetManager, Password},
+        local::LocalSubnetManager,
+    },
+    telemetry::{
+        Telemetry,
+        health::Condition,
+        metrics::Metrics,
+        server::{self, Pages},
+        systemd,
+    },
+};
+
+/// How long a lease is granted for: 24 hours (specification §4.3).
+const LEASE_TTL: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How long an agent that is just stopping may keep the subnet file's lock.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long an address that is still tentative, or a link that is still coming, is waited for.
+const INTERFACE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Runs the agent until a signal comes or nothing can go on.
+pub async fn run(options: Options) -> Result<(), Exit> {
+    options.log();
+    let mut stop = StopSignals::install()?;
+    tokio::select! {
+        result = run_until_failure(&options) => result,
+        name = stop.received() => {
+            info!("{name}: stopping; everything stays as it is in the kernel and in the store");
+            Ok(())
+        }
+    }
+}
+
+async fn run_until_failure(options: &Options) -> Result<(), Exit> {
+    let subnet_file = SubnetFile::new(&options.files.subnet_file);
+    let _lock = subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
+    let previous = subnet_file.set_aside();
+
+    let metrics = Metrics::default();
+    let store = open_store(options, &metrics)?;
+    let telemetry = Rc::new(Telemetry::new(metrics.clone(), |_| {}));
+    telemetry.readiness.met(Condition::Firewall);
+    let state = Rc::new(SharedState::new(Rc::clone(&telemetry), store.kind()));
+    let servers = Servers::open(options, &telemetry, &state).await?;
+
+    let agent = async {
+        let config = agent::network_config(&*store, &state).await?;
+        state.set_config(&config);
+        warn_unbuilt(options);
+        let external = external_interface(options, &config).await?;
+        info!("external interface: {external}");
+        state.set_external_interface(&external);
+        let backend = open_backend(options, &config, external, metrics).await?;
+        let agent = Agent::start(
+            Rc::clone(&store),
+            backend,
+            config,
+            subnet_file,
+            options.firewall.ip_masq,
+            previous.subnets(),
+            Rc::clone(&state),
+        )
+        .await?;
+        agent.run(announce_readiness).await
+    };
+    tokio::select! {
+        result = agent => result,
+        () = servers.serve() => Ok(()),
+    }
+}
+
+/// Tells systemd, once, that we are ready.
+fn announce_readiness() {
+    if let Err(err) = systemd::notify_ready() {
+        warn!("could not tell systemd that we are ready: {err}");
+    }
+}
+
+fn warn_unbuilt(options: &Options) {
+    if options.firewall.ip_masq {
+        warn!(
+            "--ip-masq: this version writes FLANNEL_IPMASQ=true but installs no masquerade rules \
+             itself yet; pods reach the outside only if something else translates their addresses"
+        );
+    }
+}
+
+fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, Exit> {
+    let margin = Duration::from_secs(60 * options.etcd.renew_margin_minutes.unsigned_abs());
+    let local = options.files.local_subnet_mgr.0.clone();
+    if options.kube.enabled {
+        return Err(Exit::failure(
+            "--kube-subnet-mgr: this version has no Kubernetes store yet; leave the flag out to \
+             keep leases in etcd, or use --local-subnet-mgr DIR",
+        ));
+    }
+    let store: Result<Rc<dyn SubnetManager>, _> = match local {
+        Some(dir) => LocalSubnetManager::new(dir, LEASE_TTL, margin, metrics.clone())
+            .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
+        None => EtcdSubnetManager::new(etcd_options(&options.etcd, margin), metrics.clone())
+            .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
+    };
+    store.map_err(|err| Exit::failure(err.to_string()))
+}
+
+fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
+    let text = |value: &str| Some(value.to_owned()).filter(|value| !value.is_empty());
+    let file = |value: &str| text(value).map(Into::into);
+    EtcdOptions {
+        endpoints: flags.endpoints().map(str::to_owned).collect(),
+        prefix: flags.prefix.clone(),
+        keyfile: file(&flags.key_file),
+        certfile: file(&flags.cert_file),
+        cafile: file(&flags.ca_file),
+        username: text(&flags.username),
+        password: text(flags.password.expose()).map(Password::from),
+        lease_ttl: LEASE_TTL,
+        renew_margin,
+    }
+}
+
+/// Chooses the external interface. What may only be late (an address in duplicate detection, a
+/// link that udev is still naming) gets a moment; then it is an error, as upstream has it.
+async fn external_interface(
+    options: &Options,
+    config: &NetworkConfig,
+) -> Result<ExternalInterface, Exit> {
+    let families = Families { v4: config.ipv4.is_some(), v6: config.ipv6.is_some() };
+    let patience = tokio::time::Instant::now() + INTERFACE_PATIENCE;
+    loop {
+        match external_interface::discover(&options.interface, families).await {
+            Ok(found) => return Ok(found),
+            Err(SelectError::NotFound(_)) if tokio::time::Instant::now() < patience => {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+            Err(err) => return Err(Exit::failure(format!("no external interface: {err}"))),
+        }
+    }
+}
+
+async fn open_backend(
+    options: &Options,
+    config: &NetworkConfig,
+    external: ExternalInterface,
+    metrics: Metrics,
+) -> Result<Box<dyn Backend>, Exit> {
+    let failure = |err: crate::backend::BackendError| {
+        Exit::failure(format!("{} backend: {err}", config.backend_type))
+    };
+    match config.backend_type.as_str() {
+        "vxlan" => {
+            let vxlan = VxlanConfig {
+                options: VxlanOptions::parse(&config.backend).map_err(failure)?,
+                external,
+                ipv4_network: config.ipv4.map(|settings| settings.network),
+                ipv6_network: config.ipv6.map(|settings| settings.network),
+                state_dir: options.files.state_dir.clone(),
+            };
+            Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
+        }
+        other => Err(Exit::failure(format!(
+            "Backend.Type \"{other}\" is not one of this version's backends: vxlan"
+        ))),
+    }
+}
+
+/// The ports and sockets that others ask us on.
+struct Servers {
+    telemetry: Rc<Telemetry>,
+    state: Rc<SharedState>,
+    health: Option<(tokio::net::TcpListener, Pages)>,
+    metrics: Option<tokio::net::TcpListener>,
+    control: Option<ControlSocket>,
+}
+
+impl Servers {
+    async fn open(
+        options: &Options,
+        telemetry: &Rc<Telemetry>,
+        state: &Rc<SharedState>,
+    ) -> Result<Self, Exit> {
+        let bind = async |address, flag| {
+            server::bind(address, flag).await.map_err(|err| Exit::failure(err.to_string()))
+        };
+        let metrics = match options.telemetry.metrics_address.0 {
+            Some(address) => Some(bind(address, "--metrics-address").await?),
+            None => None,
+        };
+        let health = match options.telemetry.health_address() {
+            Some(address) => {
+                let pages = if metrics.is_some() { Pages::Health } else { Pages::All };
+                Some((bind(address, "--healthz-port").await?, pages))
+            }
+            None => None,
+        };
+        Ok(Self {
+            telemetry: Rc::clone(telemetry),
+            state: Rc::clone(state),
+            health,
+            metrics,
+            control: open_control(&options.files.control_socket),
+        })
+    }
+
+    /// Answers for as long as the agent runs.
+    async fn serve(self) {
+        let Self { telemetry, state, health, metrics, control } = self;
+        let never = std::future::pending::<()>;
+        let source = || Rc::clone(&state) as Rc<dyn crate::telemetry::status::StateSource>;
+        let health = async {
+            if let Some((listener, pages)) = health {
+                server::serve(listener, pages, Rc::clone(&telemetry), source(), never()).await;
+            }
+        };
+        let metrics = async {
+            if let Some(listener) = metrics {
+                let telemetry = Rc::clone(&telemetry);
+                server::serve(listener, Pages::Metrics, telemetry, source(), never()).await;
+            }
+        };
+        let control = async {
+            if let Some(socket) = control {
+                let telemetry = Rc::clone(&telemetry);
+                server::serve(socket, Pages::Control, telemetry, source(), never()).await;
+            }
+        };
+        tokio::join!(health, metrics, control, never());
+    }
+}
+
+/// The control socket is a convenience: several agents on one host may share its default path.
+fn open_control(path: &OptionalPath) -> Option<ControlSocket> {
+    let path = path.0.as_deref()?;
+    match ControlSocket::bind(path) {
+        Ok(socket) => Some(socket),
+        Err(err) => {
+            error!("{err}; `flannel-agent status` cannot ask this agent");
+            None
+        }
+    }
+}
+
+/// SIGTERM and SIGINT.
+struct StopSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl StopSignals {
+    fn install() -> Result<Self, Exit> {
+        let install = |kind| {
+            signal(kind).map_err(|err| Exit::failure(format!("cannot handle signals: {err}")))
+        };
+        Ok(Self {
+            terminate: install(SignalKind::terminate())?,
+            interrupt: install(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn received(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}

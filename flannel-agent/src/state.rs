@@ -1,0 +1,114 @@
+//! What the agent's loop knows, in the form in which servers and commands ask for it.
+
+use std::{cell::RefCell, net::IpAddr, rc::Rc};
+
+use serde_json::{Value, json};
+
+use crate::{
+    backend::ApplyReport,
+    config::NetworkConfig,
+    external_interface::ExternalInterface,
+    peer_table::PeerTable,
+    subnet_manager::{Connection, GrantedLease},
+    telemetry::{
+        Telemetry,
+        status::{StateSource, Status, StoreStatus},
+    },
+};
+
+/// The agent's state as others see it. The loop writes, the servers read, all on one thread.
+pub struct SharedState {
+    /// Readiness, metrics, heartbeat.
+    pub telemetry: Rc<Telemetry>,
+    store_kind: &'static str,
+    inner: RefCell<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    status: Status,
+    peers: Rc<PeerTable>,
+}
+
+impl SharedState {
+    /// The state of an agent that has only just been told which store to use.
+    pub fn new(telemetry: Rc<Telemetry>, store_kind: &'static str) -> Self {
+        let state = Self { telemetry, store_kind, inner: RefCell::default() };
+        state.set_connection(&Connection::Down("not asked yet".to_owned()));
+        state
+    }
+
+    /// Records whether the store answers.
+    pub fn set_connection(&self, connection: &Connection) {
+        let up = *connection == Connection::Up;
+        self.telemetry.metrics.store_connected.set(i64::from(up));
+        self.inner.borrow_mut().status.store = Some(StoreStatus::new(self.store_kind, connection));
+    }
+
+    /// Records the network configuration in use.
+    pub fn set_config(&self, config: &NetworkConfig) {
+        self.inner.borrow_mut().status.backend_type.clone_from(&config.backend_type);
+    }
+
+    /// Records which interface carries the tunnel.
+    pub fn set_external_interface(&self, interface: &ExternalInterface) {
+        self.inner.borrow_mut().status.external_interface = Some(interface.into());
+    }
+
+    /// Records the lease we hold.
+    pub fn set_lease(&self, granted: &GrantedLease) {
+        self.telemetry.metrics.set_lease_expiry(granted.expires);
+        self.inner.borrow_mut().status.lease = Some(granted.into());
+    }
+
+    /// Replaces the table of peers that is shown.
+    pub fn set_peers(&self, peers: Rc<PeerTable>) {
+        let wanted = peers.peers().count();
+        self.telemetry.metrics.peers_wanted.set(i64::try_from(wanted).unwrap_or(i64::MAX));
+        let mut inner = self.inner.borrow_mut();
+        inner.status.peers_wanted = wanted;
+        inner.peers = peers;
+    }
+
+    /// Records what a pass of the backend came to.
+    pub fn set_applied(&self, report: &ApplyReport, backend: Value) {
+        let metrics = &self.telemetry.metrics;
+        metrics.kernel_changes.inc_by(u64::try_from(report.changes).unwrap_or(u64::MAX));
+        metrics.peers_applied.set(i64::try_from(report.peers_applied).unwrap_or(i64::MAX));
+        if report.problems.is_empty() && report.device_problem.is_none() {
+            metrics.synced_now();
+        }
+        let mut inner = self.inner.borrow_mut();
+        inner.status.peers_applied = report.peers_applied;
+        inner.status.problems =
+            report.device_problem.iter().chain(&report.problems).cloned().collect();
+        inner.status.backend = backend;
+    }
+}
+
+impl StateSource for SharedState {
+    fn status(&self) -> Status {
+        let Status { version, uptime_seconds, ready, missing, .. } = self.telemetry.base_status();
+        Status { version, uptime_seconds, ready, missing, ..self.inner.borrow().status.clone() }
+    }
+
+    fn peers(&self) -> Value {
+        let inner = self.inner.borrow();
+        let peers = inner.peers.peers().map(|(subnets, attributes)| {
+            let addresses: Vec<IpAddr> = attributes
+                .public_ip
+                .map(IpAddr::from)
+                .into_iter()
+                .chain(attributes.public_ipv6.map(IpAddr::from))
+                .collect();
+            json!({
+                "subnet": subnets.v4.map(|net| net.to_string()),
+                "subnet_v6": subnets.v6.map(|net| net.to_string()),
+                "addresses": addresses,
+                "backend_type": attributes.backend_type,
+                "backend_data": attributes.backend_data.as_ref().map(crate::lease::RawJson::as_str),
+            })
+        });
+        peers.collect()
+    }
+}
