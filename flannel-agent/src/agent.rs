@@ -341,6 +341,10 @@ impl Agent {
     /// this keeps us from calling ourselves ready until it is known.
     async fn check_lease(&mut self) {
         let readiness = &self.state.telemetry.readiness;
+        readiness.unmet(
+            Condition::Lease,
+            "the agent was suspended; the store has not yet shown the lease as ours again",
+        );
         let own = &self.granted.lease.attributes;
         let look = tokio::time::timeout(CHECK_TIMEOUT, self.store.stored_identity(own));
         self.doubtful = match look.await {
@@ -348,12 +352,7 @@ impl Agent {
             // A store that does not answer takes no lease away.
             Ok(Err(_)) | Err(_) => false,
         };
-        if self.doubtful {
-            readiness.unmet(
-                Condition::Lease,
-                "the agent was suspended, and the store no longer shows the lease as ours",
-            );
-        } else {
+        if !self.doubtful {
             readiness.met(Condition::Lease);
         }
     }

@@ -70,7 +70,8 @@ impl Entry {
             }
         }
         let link = message.header.ifindex;
-        let permanent = message.header.state == NeighbourState::Permanent;
+        // `bridge fdb add … permanent` sets NUD_NOARP as well.
+        let permanent = u16::from(message.header.state) & u16::from(NeighbourState::Permanent) != 0;
         match message.header.family {
             AddressFamily::Bridge => {
                 Some(Self::Forwarding(Forwarding { link, mac: mac?, remote: ip? }, permanent))

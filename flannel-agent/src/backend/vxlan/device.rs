@@ -207,13 +207,16 @@ impl Device {
     /// are nobody's harm and stay.
     pub fn address_changes(&self, tables: &Tables, own: Address) -> Vec<Request> {
         let on_device = tables.addresses.keys().filter(|address| address.link == own.link);
-        let mut requests: Vec<_> = on_device
-            .filter(|address| **address != own && self.network.contains(&address.net.addr()))
-            .map(|address| address.delete())
-            .collect();
+        let mut requests = Vec::new();
+        // First the new, then the old: the kernel drops a link's routes with its last address.
         if !tables.addresses.contains_key(&own) {
             requests.push(own.add());
         }
+        requests.extend(
+            on_device
+                .filter(|address| **address != own && self.network.contains(&address.net.addr()))
+                .map(|address| address.delete()),
+        );
         requests
     }
 }
