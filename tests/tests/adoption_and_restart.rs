@@ -147,7 +147,12 @@ fn a_device_that_does_not_fit_is_made_anew_with_the_published_mac() -> Result<()
     duo.start_agent_again()?;
     let link = duo.alder.link("flannel.1")?.context("no device")?;
     ensure!(link["linkinfo"]["info_data"]["id"] == 1, "{link}");
-    ensure!(link["address"] == mac, "MAC {} instead of {mac}", link["address"]);
+    ensure!(
+        link["address"] == mac,
+        "MAC {} instead of {mac}; log:\n{}",
+        link["address"],
+        duo.agent.log()
+    );
     traffic::wait_reaches(duo.theirs.ns(), duo.ours.v4()?, Duration::from_secs(2)).map(drop)
 }
 
