@@ -10,6 +10,7 @@ pub mod cli;
 pub mod commands;
 pub mod config;
 pub mod control;
+pub mod datapath;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;

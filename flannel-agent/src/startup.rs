@@ -58,7 +58,8 @@ pub async fn run(options: Options) -> Result<(), Exit> {
 
 async fn run_until_failure(options: &Options) -> Result<(), Exit> {
     let subnet_file = SubnetFile::new(&options.files.subnet_file);
-    let _lock = subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
+    let _lock =
+        subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();

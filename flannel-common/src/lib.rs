@@ -1,2 +1,10 @@
-//! x
+//! What the agent and its BPF programs share.
+//!
+//! [`map`] is the contract between the two: the keys and values of the pinned maps.
+//! [`outer`] recognises tunnel packets, as a pure function over bytes, so that ordinary
+//! tests run the very source that becomes BPF. [`outcome`] names what can become of a packet.
 #![no_std]
+
+pub mod map;
+pub mod outcome;
+pub mod outer;

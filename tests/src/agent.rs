@@ -6,6 +6,7 @@ use std::{
     net::{Ipv4Addr, Ipv6Addr},
     path::{Path, PathBuf},
     process::{ExitStatus, Output},
+    rc::Rc,
     str::FromStr,
     time::Duration,
 };
@@ -37,6 +38,8 @@ pub struct Agent {
     process: Process,
     ns: Netns,
     subnet_file: PathBuf,
+    /// Its mount namespace lives as long as it does, whatever became of the [`Node`].
+    _mounts: Rc<Process>,
 }
 
 /// The agent's binary: `$FLANNEL_AGENT`, else the newest one that this workspace has built.
@@ -102,7 +105,7 @@ impl Agent {
             fs::rename(&log, log.with_extension(format!("log.{number}")))?;
         }
         let process = Process::spawn(command, &log, node.lab().run().keeps())?;
-        Ok(Self { process, ns: node.ns().clone(), subnet_file })
+        Ok(Self { process, ns: node.ns().clone(), subnet_file, _mounts: node.holder() })
     }
 
     /// The process.

@@ -2,16 +2,17 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::{
     agent::{Agent, READY_WITHIN, SubnetEnv},
-    kernel_peer::{KernelPeer, PeerSpec},
+    kernel_peer::{KernelPeer, PeerSpec, vteps_of},
     lab::Lab,
     lease_store::LeaseStore,
     node::Node,
     pod::Pod,
     traffic,
+    vxlan_view::VxlanView,
     wait::eventually,
 };
 
@@ -94,11 +95,27 @@ impl Member {
         &self.pods
     }
 
+    /// The host and what runs there, pods left as they are.
+    pub fn into_role(self) -> Role {
+        self.role
+    }
+
     /// Stops the agent by SIGTERM and starts another with the same flags; waits until it is
     /// ready.
     pub fn restart(&mut self, store: &dyn LeaseStore, plan: &Plan) -> Result<()> {
+        self.restart_after(store, plan, || Ok(()))
+    }
+
+    /// The same with something done while no agent is running.
+    pub fn restart_after(
+        &mut self,
+        store: &dyn LeaseStore,
+        plan: &Plan,
+        meanwhile: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let Role::Agent(node, agent) = &mut self.role else { return Ok(()) };
         agent.process().stop(nix::sys::signal::Signal::SIGTERM, Duration::from_secs(10))?;
+        meanwhile()?;
         **agent = node.agent(store.flags().iter().chain(&plan.flags))?;
         self.env = agent.wait_ready(READY_WITHIN)?;
         Ok(())
@@ -191,6 +208,35 @@ impl Cluster {
     /// Makes sure that every pod reaches every pod of every other node, without loss.
     pub fn assert_full_mesh(&self) -> Result<()> {
         self.pod_pairs().try_for_each(|(from, to)| traffic::assert_reaches(from, to))
+    }
+
+    /// Makes sure that the VXLAN devices of every agent's node hold the entries of the other
+    /// members' leases, each once, and nothing else.
+    pub fn assert_entries(&self, store: &dyn LeaseStore) -> Result<()> {
+        let leases = store.leases()?;
+        for member in self.members.iter().filter(|member| member.agent().is_some()) {
+            let own = member.env().key()?;
+            let (mut v4, mut v6) = (Vec::new(), Vec::new());
+            for (key, lease) in leases.iter().filter(|(key, _)| **key != own) {
+                let (a, b) = vteps_of(key, lease)?;
+                v4.extend(a);
+                v6.extend(b);
+            }
+            let base = |subnet: String, len| {
+                let base = subnet.split('/').next().unwrap_or_default().to_owned();
+                format!("{base}/{len}")
+            };
+            let ns = member.node().ns();
+            let wanted = VxlanView::wanted(&base(member.env().subnet_v4()?, 32), &v4)?;
+            let held = VxlanView::read(ns, "flannel.1")?;
+            ensure!(held == wanted, "{}: {held:#?}, not {wanted:#?}", member.node().name());
+            if let Ok(subnet) = member.env().subnet_v6() {
+                let wanted = VxlanView::wanted(&base(subnet, 128), &v6)?;
+                let held = VxlanView::read(ns, "flannel-v6.1")?;
+                ensure!(held == wanted, "{}: {held:#?}, not {wanted:#?}", member.node().name());
+            }
+        }
+        Ok(())
     }
 
     /// Waits until every agent sees this many peers applied.

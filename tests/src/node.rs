@@ -141,6 +141,11 @@ impl Node {
         self.holder.pid()
     }
 
+    /// The same, to be kept alive.
+    pub(crate) fn holder(&self) -> Rc<Process> {
+        Rc::clone(&self.holder)
+    }
+
     /// A command that runs as on this host: in its network and mount namespaces.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("nsenter");

@@ -1,172 +1,135 @@
-//! A cluster on a real etcd.
+//! A cluster by way of a real etcd.
 
-use flannel_lab::{etcd::ClientCertificates, prelude::*};
+use flannel_lab::{etcd::ClientCertificates, lease_store::CONFIG_KEY, prelude::*};
 
 const CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
 #[test]
-fn three_nodes_and_a_kernel_peer_reach_each_other() -> Result<()> {
+fn everybody_reaches_everybody_in_both_families() -> Result<()> {
     let lab = Lab::new()?;
     let etcd = Etcd::new(&lab)?;
-    let plan = Plan { kernel_peer: true, dual_stack: true, ..Plan::default() };
-    Cluster::start(&lab, &etcd, &plan)?.assert_full_mesh()?;
-    let leases = etcd.list(SUBNETS_PREFIX)?;
-    ensure!(leases.len() == 4, "{leases:?}");
-    // Ours are attached to etcd leases of a day, the peer's is a reservation.
-    for (key, version) in &leases {
-        if key.contains("10.77.200.0-24") {
-            ensure!(version.lease == 0, "{version:?}");
-        } else {
-            let left = etcd.time_to_live(version.lease)?;
-            ensure!((86_300..=86_400).contains(&left), "{key} has {left} s left");
+    let plan = Plan { agents: 2, kernel_peer: true, dual_stack: true, ..Plan::default() };
+    let cluster = Cluster::start(&lab, &etcd, &plan)?;
+    cluster.wait_peers(2, READY_WITHIN)?;
+    cluster.assert_entries(&etcd)?;
+    cluster.assert_full_mesh()
+}
+
+#[test]
+fn a_lease_ends_a_day_after_its_node_is_gone() -> Result<()> {
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    etcd.put_config(CONFIG)?;
+    let mut agent = lab.node("alder")?.agent(etcd.flags())?;
+    let env = agent.wait_ready(READY_WITHIN)?;
+    let key = format!("{SUBNETS_PREFIX}{}", env.key()?);
+    let held = etcd.get(&key)?.with_context(|| format!("no {key}"))?;
+    ensure!(held.lease != 0, "a key that never goes: {held:?}");
+    let left = etcd.time_to_live(held.lease)?;
+    ensure!((86_000..=86_400).contains(&left), "{left} s left, not a day");
+    agent.stop()?;
+    let after = etcd.get(&key)?.context("the key went with the agent")?;
+    ensure!(after == held, "{after:?}, not {held:?}");
+    Ok(())
+}
+
+#[test]
+fn the_same_subnet_comes_back_after_a_restart_and_a_wiped_env_file() -> Result<()> {
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    etcd.put_config(CONFIG)?;
+    let alder = lab.node("alder")?;
+    let mut agent = alder.agent(etcd.flags())?;
+    let first = agent.wait_ready(READY_WITHIN)?;
+    let mac = alder.link("flannel.1")?.context("no device")?["address"].clone();
+    let file = agent.subnet_file().to_owned();
+    agent.stop()?;
+    std::fs::remove_file(file)?;
+    alder.run("ip link del flannel.1")?;
+    let mut agent = alder.agent(etcd.flags())?;
+    let second = agent.wait_ready(READY_WITHIN)?;
+    ensure!(first == second, "{first:?} became {second:?}");
+    let now = alder.link("flannel.1")?.context("no device")?["address"].clone();
+    ensure!(now == mac, "MAC {mac} became {now}");
+    ensure!(etcd.leases()?.len() == 1, "{:?}", etcd.leases()?);
+    Ok(())
+}
+
+#[test]
+fn an_etcd_that_starts_late_is_waited_for() -> Result<()> {
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    etcd.stop()?;
+    let mut agent = lab.node("alder")?.agent(etcd.flags())?;
+    agent.wait_complaint(&["etcd"], Duration::from_secs(8))?;
+    std::thread::sleep(Duration::from_secs(3));
+    let lines = agent.complaints(&[]).len();
+    ensure!(lines <= 2, "a line per try:\n{}", agent.log());
+    etcd.start()?;
+    // No configuration yet: said, and waited for too.
+    agent.wait_complaint(&[CONFIG_KEY], Duration::from_secs(10))?;
+    etcd.put_config(CONFIG)?;
+    agent.wait_ready(Duration::from_secs(10))?;
+    Ok(())
+}
+
+#[test]
+fn another_prefix_is_another_cluster() -> Result<()> {
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    etcd.put_config(r#"{"Network":"10.99.0.0/16","Backend":{"Type":"vxlan"}}"#)?;
+    etcd.put("/elsewhere/config", CONFIG)?;
+    let mut flags = etcd.flags();
+    flags.push("--etcd-prefix=/elsewhere".into());
+    let env = lab.node("alder")?.agent(flags)?.wait_ready(READY_WITHIN)?;
+    ensure!(env.get("FLANNEL_NETWORK") == Some("10.77.0.0/16"), "{env:?}");
+    ensure!(etcd.list("/elsewhere/subnets/")?.len() == 1, "no lease below the prefix");
+    ensure!(etcd.leases()?.is_empty(), "a lease below the usual prefix");
+    Ok(())
+}
+
+#[test]
+fn tls_with_a_client_certificate_and_with_an_authority_only() -> Result<()> {
+    for kind in [ClientCertificates::Required, ClientCertificates::NotAsked] {
+        let lab = Lab::new()?;
+        let etcd = Etcd::with(&lab, EtcdOptions { tls: Some(kind), ..EtcdOptions::default() })?;
+        etcd.put_config(CONFIG)?;
+        let mut flags = etcd.flags();
+        let mut names = vec![("cafile", "ca.pem")];
+        if kind == ClientCertificates::Required {
+            names.extend([("certfile", "client.pem"), ("keyfile", "client.key")]);
         }
+        for (flag, name) in names {
+            let file = etcd.certificates()?.file(name);
+            flags.push(format!("--etcd-{flag}={}", file.display()));
+        }
+        lab.node("alder")?
+            .agent(flags)?
+            .wait_ready(READY_WITHIN)
+            .with_context(|| format!("{kind:?}"))?;
     }
     Ok(())
 }
 
 #[test]
-fn a_lease_has_the_exact_form_that_real_flannel_writes() -> Result<()> {
-    let lab = Lab::new()?;
-    let duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
-    let key = format!("{SUBNETS_PREFIX}{}", duo.env.key()?);
-    let value = duo.store.get(&key)?.context("no lease")?.value;
-    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
-    let expected = format!(
-        r#"{{"PublicIP":"192.0.2.11","PublicIPv6":null,"BackendType":"vxlan","BackendData":{{"VNI":1,"VtepMAC":{mac}}}}}"#
-    );
-    ensure!(value == expected, "{value} instead of {expected}");
-    Ok(())
-}
-
-#[test]
-fn a_restarted_agent_takes_the_subnet_it_had() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
-    let before = duo.env.clone();
-    duo.agent.process().stop(nix::sys::signal::Signal::SIGTERM, Duration::from_secs(5))?;
-    duo.start_agent_again()?;
-    ensure!(duo.env == before, "{before:?} became {:?}", duo.env);
-    // Also if the store forgot it: subnet.env remembers.
-    duo.agent.process().stop(nix::sys::signal::Signal::SIGTERM, Duration::from_secs(5))?;
-    duo.store.delete_lease(&before.key()?)?;
-    duo.start_agent_again()?;
-    ensure!(duo.env == before, "{before:?} became {:?}", duo.env);
-    Ok(())
-}
-
-#[test]
-fn a_junk_key_costs_a_warning_and_no_peer() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
-    duo.store.put(&format!("{SUBNETS_PREFIX}foo"), "bar")?;
-    duo.store.put(&format!("{SUBNETS_PREFIX}10.77.44.0-24"), "{\"PublicIP\":")?;
-    duo.agent.wait_complaint(&["10.77.44.0-24"], Duration::from_secs(3))?;
-    traffic::assert_reaches(&duo.ours, &duo.theirs)?;
-    let birch = duo.birch_vteps()?.0;
-    duo.wait_view(&duo.wanted(&[birch])?, Duration::from_secs(1))
-}
-
-#[test]
-fn peers_that_changed_while_history_was_compacted_away_are_right_afterwards() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
-    let (key, mut lease) = duo.birch.lease();
-    duo.agent.process().signal(nix::sys::signal::Signal::SIGSTOP)?;
-    duo.store.stop()?;
-    duo.store.start()?;
-    lease["PublicIP"] = json!("192.0.2.99");
-    duo.store.put_lease(&key, &lease)?;
-    duo.store.compact()?;
-    duo.agent.process().signal(nix::sys::signal::Signal::SIGCONT)?;
-    let mut birch = duo.birch_vteps()?.0;
-    birch.public_ip = "192.0.2.99".to_owned();
-    duo.wait_view(&duo.wanted(&[birch])?, Duration::from_secs(8))
-}
-
-#[test]
-fn etcd_with_client_certificates() -> Result<()> {
-    let lab = Lab::new()?;
-    let options = EtcdOptions { tls: Some(ClientCertificates::Required), ..Default::default() };
-    let etcd = Etcd::with(&lab, options)?;
-    etcd.put_config(CONFIG)?;
-    let files = etcd.certificates()?;
-    let flag = |name: &str, file: &str| format!("--etcd-{name}={}", files.file(file).display());
-    let mut flags = etcd.flags();
-    flags.push(flag("cafile", "ca.pem"));
-    flags.push(flag("certfile", "client.pem"));
-    flags.push(flag("keyfile", "client.key"));
-    lab.node("alder")?.agent(flags)?.wait_ready(READY_WITHIN).map(drop)
-}
-
-#[test]
-fn etcd_with_an_authority_only() -> Result<()> {
-    let lab = Lab::new()?;
-    let options = EtcdOptions { tls: Some(ClientCertificates::NotAsked), ..Default::default() };
-    let etcd = Etcd::with(&lab, options)?;
-    etcd.put_config(CONFIG)?;
-    let authority = etcd.certificates()?.file("ca.pem");
-    let mut flags = etcd.flags();
-    flags.push(format!("--etcd-cafile={}", authority.display()));
-    lab.node("alder")?.agent(flags)?.wait_ready(READY_WITHIN).map(drop)
-}
-
-#[test]
-fn etcd_with_a_password_whose_tokens_run_out() -> Result<()> {
+fn a_password_is_used_and_never_logged() -> Result<()> {
     let lab = Lab::new()?;
     let etcd = Etcd::new(&lab)?;
     etcd.put_config(CONFIG)?;
-    etcd.require_password("weft", "warp-9f2")?;
+    etcd.require_password("weft", "s3cret-of-the-lab")?;
     let mut flags = etcd.flags();
-    flags.extend(["--etcd-username=weft".to_owned(), "--etcd-password=warp-9f2".to_owned()]);
-    let node = lab.node("alder")?;
-    let mut agent = node.agent(flags)?;
-    let env = agent.wait_ready(READY_WITHIN)?;
-    ensure!(!agent.log().contains("warp-9f2"), "the password is in the log");
-    // Tokens last five seconds here; what comes after that needs a new one.
-    std::thread::sleep(Duration::from_secs(7));
-    etcd.log_in()?;
-    etcd.put_lease(
-        "10.77.201.0-24",
-        &json!({"PublicIP": "192.0.2.77", "PublicIPv6": null, "BackendType": "vxlan",
-            "BackendData": {"VNI": 1, "VtepMAC": "02:fa:00:00:00:77"}}),
-    )?;
-    eventually("the new peer's route", Duration::from_secs(5), || {
-        let routes = node.ns().ip_json("route show dev flannel.1")?;
-        Ok(routes.iter().any(|route| route["dst"] == "10.77.201.0/24").then_some(()))
-    })?;
-    ensure!(agent.subnet_env()? == env, "the lease moved");
-    Ok(())
-}
-
-#[test]
-fn many_etcds_prefixes_are_separate_networks() -> Result<()> {
-    let lab = Lab::new()?;
-    let etcd = Etcd::new(&lab)?;
-    etcd.put("/other/net/config", CONFIG)?;
-    let mut flags = etcd.flags();
-    flags.push("--etcd-prefix=/other/net/".to_owned());
-    let env = lab.node("alder")?.agent(flags)?.wait_ready(READY_WITHIN)?;
-    ensure!(etcd.get(&format!("/other/net/subnets/{}", env.key()?))?.is_some(), "no lease there");
-    ensure!(etcd.list(SUBNETS_PREFIX)?.is_empty(), "a lease in the default prefix");
-    Ok(())
-}
-
-#[test]
-fn etcd_back_after_an_absence_is_noticed_within_seconds() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
-    duo.store.stop()?;
-    std::thread::sleep(Duration::from_secs(8));
-    traffic::assert_reaches(&duo.ours, &duo.theirs)?;
-    ensure!(duo.agent.process().exited()?.is_none(), "the agent ended");
-    duo.store.start()?;
-    let (key, mut lease) = duo.birch.lease();
-    lease["PublicIP"] = json!("192.0.2.99");
-    duo.store.put_lease(&key, &lease)?;
-    let mut birch = duo.birch_vteps()?.0;
-    birch.public_ip = "192.0.2.99".to_owned();
-    duo.wait_view(&duo.wanted(&[birch])?, Duration::from_secs(3))?;
-    let lines = duo.agent.complaints(&["etcd"]);
-    ensure!(lines.len() <= 3, "a line per try? {lines:#?}");
+    flags.push("--etcd-username=weft".into());
+    let mut wrong = flags.clone();
+    wrong.push("--etcd-password=wrong-0f-the-lab".into());
+    let alder = lab.node("alder")?;
+    let mut agent = alder.agent(wrong)?;
+    agent.wait_complaint(&["password"], Duration::from_secs(10))?;
+    ensure!(!agent.log().contains("wrong-0f"), "the password is in the log");
+    agent.kill()?;
+    flags.push("--etcd-password=s3cret-of-the-lab".into());
+    flags.push("-v=10".into());
+    let mut agent = alder.agent(flags)?;
+    agent.wait_ready(READY_WITHIN)?;
+    ensure!(!agent.log().contains("s3cret"), "the password is in the log");
     Ok(())
 }

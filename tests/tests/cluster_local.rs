@@ -1,80 +1,123 @@
-//! A cluster whose leases are files in a directory: no server needed.
+//! A cluster without any server: leases are files in a directory that all nodes share.
 
 use flannel_lab::{prelude::*, traffic::MIB_16};
 
-#[test]
-fn three_nodes_reach_each_other_in_both_families() -> Result<()> {
-    let lab = Lab::new()?;
-    let store = LocalStore::new(&lab)?;
-    let plan = Plan { dual_stack: true, ..Plan::default() };
-    let cluster = Cluster::start(&lab, &store, &plan)?;
-    cluster.assert_full_mesh()?;
-    let (from, to) = cluster.pod_pairs().next().context("no pods")?;
-    for address in to.addresses() {
-        let transfer = traffic::tcp_transfer(from, to, address, MIB_16)?;
-        ensure!(transfer.intact && transfer.bytes == MIB_16, "{transfer:?}");
+fn plan(datapath: &str) -> Plan {
+    Plan {
+        agents: 2,
+        kernel_peer: true,
+        dual_stack: true,
+        pods: 1,
+        flags: vec![format!("--datapath={datapath}")],
     }
-    ensure!(store.leases()?.len() == 3, "{:?}", store.leases()?);
-    cluster.wait_peers(2, Duration::from_secs(2))
 }
 
-#[test]
-fn a_kernel_peer_among_them_is_reached_too() -> Result<()> {
+/// Two agents and a plain kernel node: everybody reaches everybody, at every address.
+fn everybody_reaches_everybody(datapath: &str) -> Result<()> {
     let lab = Lab::new()?;
     let store = LocalStore::new(&lab)?;
-    let plan = Plan { agents: 2, kernel_peer: true, dual_stack: true, ..Plan::default() };
-    Cluster::start(&lab, &store, &plan)?.assert_full_mesh()
-}
-
-#[test]
-fn a_node_that_joins_later_is_reached_and_one_that_leaves_is_forgotten() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    let cedar = KernelPeer::new(lab.node("cedar")?, PeerSpec::v4(201))?;
-    cedar.learn(&duo.env.key()?, &duo.own_lease()?)?;
-    let pod = cedar.node().pod(&cedar.env()?)?;
-    let (key, lease) = cedar.lease();
-    duo.store.put_lease(&key, &lease)?;
-    traffic::wait_reaches(duo.ours.ns(), pod.v4()?, Duration::from_secs(2))?;
-
-    duo.store.delete_lease(&key)?;
-    let birch = duo.birch_vteps()?.0;
-    duo.wait_view(&duo.wanted(&[birch])?, Duration::from_secs(2))?;
-    ensure!(traffic::ping(duo.ours.ns(), pod.v4()?, 1)? == 0, "a peer that left is still reached");
-    traffic::assert_reaches(&duo.ours, &duo.theirs)?;
-    ensure!(duo.agent.process().exited()?.is_none(), "the agent ended");
+    let cluster = Cluster::start(&lab, &store, &plan(datapath))?;
+    cluster.wait_peers(2, READY_WITHIN)?;
+    cluster.assert_entries(&store)?;
+    cluster.assert_full_mesh()?;
+    for (from, to) in cluster.pod_pairs() {
+        for address in to.addresses() {
+            let transfer = traffic::tcp_transfer(from, to, address, MIB_16 / 4)?;
+            ensure!(transfer.intact, "{} to {address}: {transfer:?}", from.name());
+        }
+    }
     Ok(())
 }
 
 #[test]
-fn agents_that_start_together_lease_different_subnets() -> Result<()> {
+fn everybody_reaches_everybody_by_the_best_datapath() -> Result<()> {
+    everybody_reaches_everybody("auto")
+}
+
+#[test]
+fn everybody_reaches_everybody_by_the_kernel_datapath() -> Result<()> {
+    everybody_reaches_everybody("kernel")
+}
+
+#[test]
+fn a_node_gets_what_flannel_gives_it() -> Result<()> {
     let lab = Lab::new()?;
     let store = LocalStore::new(&lab)?;
-    // Three subnets for three nodes: any two that pick at random would collide soon.
-    store.put_config(r#"{"Network":"10.77.8.0/22","Backend":{"Type":"vxlan"}}"#)?;
+    let cluster = Cluster::start(&lab, &store, &Plan { agents: 1, pods: 0, ..Plan::default() })?;
+    let alder = &cluster.members[0];
+    let (node, env) = (alder.node(), alder.env());
+    ensure!(env.get("FLANNEL_NETWORK") == Some("10.77.0.0/16"), "{env:?}");
+    ensure!(env.mtu()? == 1450, "{env:?}");
+    ensure!(env.get("FLANNEL_IPMASQ") == Some("false"), "{env:?}");
+    let subnet = env.subnet_v4()?;
+    ensure!(subnet.starts_with("10.77.") && subnet.ends_with(".0/24"), "{subnet}");
+    ensure!(subnet != "10.77.0.0/24", "the first subnet is never leased");
+
+    let link = node.link("flannel.1")?.context("no flannel.1")?;
+    let data = &link["linkinfo"]["info_data"];
+    ensure!(link["mtu"] == 1450 && data["id"] == 1 && data["port"] == 8472, "{link:#}");
+    ensure!(data["local"] == "192.0.2.11" && data["link"] == "eth0", "{link:#}");
+    ensure!(data["learning"] == false, "{link:#}");
+
+    let leases = store.leases()?;
+    let lease = leases.get(&env.key()?).with_context(|| format!("no own lease in {leases:?}"))?;
+    ensure!(lease["PublicIP"] == "192.0.2.11" && lease["BackendType"] == "vxlan", "{lease}");
+    ensure!(lease["BackendData"]["VtepMAC"] == link["address"], "{lease} and {link:#}");
+    ensure!(leases.len() == 1, "one node, one lease: {leases:?}");
+    Ok(())
+}
+
+#[test]
+fn nodes_that_come_and_go_are_followed() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = LocalStore::new(&lab)?;
+    let mut cluster = Cluster::start(&lab, &store, &Plan { agents: 2, ..Plan::default() })?;
+    let late = lab.node("cedar")?;
+    let mut agent = late.agent(store.flags())?;
+    let env = agent.wait_ready(READY_WITHIN)?;
+    let pod = late.pod(&env)?;
+    cluster.wait_peers(2, READY_WITHIN)?;
+    for member in &cluster.members {
+        traffic::wait_reaches(pod.ns(), member.pods()[0].v4()?, Duration::from_secs(5))?;
+        traffic::assert_reaches(&member.pods()[0], &pod)?;
+    }
+    // Stopping an agent is no departure: its lease and everybody's way to it stay.
+    agent.stop()?;
+    cluster.members[0].agent().context("an agent")?.status()?;
+    traffic::assert_reaches(&cluster.members[0].pods()[0], &pod)?;
+    // The lease going is.
+    store.delete_lease(&env.key()?)?;
+    cluster.wait_peers(1, READY_WITHIN)?;
+    cluster.assert_entries(&store)?;
+    let plan = Plan { agents: 2, ..Plan::default() };
+    cluster.members[1].restart(&store, &plan)?;
+    cluster.wait_peers(1, READY_WITHIN)?;
+    cluster.assert_entries(&store)
+}
+
+#[test]
+fn many_nodes_at_once_lease_different_subnets() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = LocalStore::new(&lab)?;
+    // As many subnets as nodes: every collision has to be resolved.
+    store.put_config(
+        r#"{"Network":"10.77.0.0/24","SubnetLen":26,"SubnetMin":"10.77.0.64","Backend":{"Type":"vxlan"}}"#,
+    )?;
     let mut agents = Vec::new();
     for name in ["alder", "birch", "cedar"] {
-        let node = lab.node(name)?;
-        agents.push((node.agent(store.flags())?, node));
+        agents.push(lab.node(name)?.agent(store.flags())?);
     }
-    let mut subnets = std::collections::BTreeSet::new();
-    for (agent, _) in &mut agents {
-        subnets.insert(agent.wait_ready(READY_WITHIN)?.subnet_v4()?);
+    let mut subnets = Vec::new();
+    for agent in &mut agents {
+        subnets.push(agent.wait_ready(READY_WITHIN)?.subnet_v4()?);
     }
-    let expected: Vec<_> = subnets.iter().map(String::as_str).collect();
-    ensure!(expected == ["10.77.10.0/24", "10.77.11.0/24", "10.77.9.0/24"], "{subnets:?}");
-    Ok(())
-}
-
-#[test]
-fn a_junk_file_among_the_leases_costs_a_warning_and_no_peer() -> Result<()> {
-    let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    std::fs::write(duo.store.dir().join("subnets/10.77.44.0-24.json"), "{\"PublicIP\":")?;
-    std::fs::write(duo.store.dir().join("subnets/readme.json"), "hello")?;
-    duo.agent.wait_complaint(&["10.77.44.0-24"], Duration::from_secs(3))?;
-    traffic::assert_reaches(&duo.ours, &duo.theirs)?;
-    let bad = duo.agent.metric("flannel_store_bad_entries_total")?;
-    ensure!(bad >= 1.0, "counted {bad}");
+    subnets.sort();
+    ensure!(subnets == ["10.77.0.128/26", "10.77.0.192/26", "10.77.0.64/26"], "{subnets:?}");
+    // A fourth has to wait, and says for what.
+    let mut fourth = lab.node("dogwood")?.agent(store.flags())?;
+    fourth.wait_complaint(&["3"], Duration::from_secs(5))?;
+    let (ready, _) = fourth.readiness()?;
+    ensure!(!ready, "ready without a subnet");
+    store.delete_lease("10.77.0.128-26")?;
     Ok(())
 }

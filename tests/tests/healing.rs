@@ -1,172 +1,125 @@
-//! Somebody takes away what the agent made; it comes back.
+//! Somebody meddles with what the agent made: it comes back, and what is not ours is left alone.
 
-use std::thread::sleep;
+use flannel_lab::{prelude::*, vxlan_view::VxlanView};
 
-use flannel_lab::prelude::*;
+const HEALED_WITHIN: Duration = Duration::from_secs(5);
 
-/// How soon what was broken has to work again.
-const SOON: Duration = Duration::from_secs(3);
-
-/// Breaks `flannel.1` by `ip` and `bridge` lines and waits for it to be whole.
-fn heals(ip: &[&str], bridge: &[&str]) -> Result<()> {
-    let lab = Lab::new()?;
-    let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    let (birch, _) = duo.birch_vteps()?;
-    let wanted = duo.wanted(&[birch])?;
-    duo.wait_view(&wanted, SOON)?;
-    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
-    duo.alder.ns().ip(ip)?;
-    duo.alder.ns().bridge(bridge)?;
-    duo.wait_view(&wanted, SOON)?;
-    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
-    traffic::wait_reaches(duo.theirs.ns(), duo.ours.v4()?, SOON)?;
-    let link = duo.alder.link("flannel.1")?.context("no device")?;
-    ensure!(link["address"] == mac, "MAC {} instead of {mac}", link["address"]);
-    let lease = duo.own_lease()?["BackendData"]["VtepMAC"].clone();
-    ensure!(lease == mac, "published {lease}, device {mac}");
-    Ok(())
+fn cluster(lab: &Lab, store: &LocalStore) -> Result<Cluster> {
+    let plan = Plan { agents: 1, kernel_peer: true, dual_stack: true, ..Plan::default() };
+    let cluster = Cluster::start(lab, store, &plan)?;
+    cluster.assert_entries(store)?;
+    Ok(cluster)
 }
 
-#[test]
-fn the_device_deleted() -> Result<()> {
-    heals(&["link del flannel.1"], &[])
-}
-
-#[test]
-fn the_device_set_down() -> Result<()> {
-    heals(&["link set flannel.1 down"], &[])
-}
-
-#[test]
-fn a_peers_route_deleted() -> Result<()> {
-    heals(&["route del 10.77.200.0/24"], &[])
-}
-
-#[test]
-fn a_peers_route_bent_elsewhere() -> Result<()> {
-    heals(&["route replace 10.77.200.0/24 via 192.0.2.1 dev eth0"], &[])
-}
-
-#[test]
-fn a_peers_neighbour_deleted() -> Result<()> {
-    heals(&["neigh del 10.77.200.0 dev flannel.1"], &[])
-}
-
-#[test]
-fn a_peers_neighbour_given_another_mac() -> Result<()> {
-    heals(&["neigh replace 10.77.200.0 lladdr 02:de:ad:00:00:01 dev flannel.1 nud permanent"], &[])
-}
-
-#[test]
-fn a_peers_fdb_entry_deleted() -> Result<()> {
-    heals(&[], &["fdb del 02:fa:00:00:04:0c dev flannel.1 dst 192.0.2.12 self"])
-}
-
-#[test]
-fn a_peers_fdb_entry_sent_elsewhere() -> Result<()> {
-    heals(&[], &["fdb replace 02:fa:00:00:04:0c dev flannel.1 dst 192.0.2.99 self permanent"])
-}
-
-#[test]
-fn the_devices_mac_changed() -> Result<()> {
-    heals(&["link set flannel.1 address 02:de:ad:00:00:01"], &[])
-}
-
-#[test]
-fn the_devices_address_removed() -> Result<()> {
-    heals(&["addr flush dev flannel.1 scope global"], &[])
-}
-
-#[test]
-fn the_devices_mtu_changed() -> Result<()> {
-    let lab = Lab::new()?;
-    let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    duo.alder.ns().ip(&["link set flannel.1 mtu 1200"])?;
-    eventually("the MTU", SOON, || {
-        Ok((duo.alder.link("flannel.1")?.context("no device")?["mtu"] == 1450).then_some(()))
+fn healed(cluster: &Cluster, store: &LocalStore) -> Result<()> {
+    eventually("the entries are as they were", HEALED_WITHIN, || {
+        cluster.assert_entries(store).map(Some)
     })
 }
 
 #[test]
-fn five_deletions_in_a_row() -> Result<()> {
+fn deleted_entries_come_back() -> Result<()> {
     let lab = Lab::new()?;
-    let duo = Duo::dual(&lab, LocalStore::new(&lab)?)?;
-    for _ in 0..5 {
-        // It may not be back yet from the last time.
-        let _ = duo.alder.ns().ip(&["link del flannel.1"]);
-        let _ = duo.alder.ns().ip(&["link del flannel-v6.1"]);
-        sleep(Duration::from_millis(200));
-    }
-    for address in duo.theirs.addresses() {
-        traffic::wait_reaches(duo.ours.ns(), address, SOON)?;
+    let store = LocalStore::new(&lab)?;
+    let cluster = cluster(&lab, &store)?;
+    let node = cluster.members[0].node();
+    let peer_mac = "02:fa:00:00:04:0b";
+    for damage in [
+        "ip route del 10.77.200.0/24 dev flannel.1".to_owned(),
+        "ip -6 route del fd77:0:0:200::/64 dev flannel-v6.1".to_owned(),
+        "ip neigh del 10.77.200.0 dev flannel.1".to_owned(),
+        format!("bridge fdb del {peer_mac} dev flannel.1 dst 192.0.2.11 self"),
+        "ip addr flush dev flannel.1".to_owned(),
+        "ip link set flannel.1 down".to_owned(),
+        "ip link del flannel-v6.1".to_owned(),
+        "ip link del flannel.1".to_owned(),
+    ] {
+        node.run(&damage)?;
+        healed(&cluster, &store).with_context(|| damage)?;
+        cluster.assert_full_mesh()?;
     }
     Ok(())
 }
 
 #[test]
-fn only_the_ipv6_device_deleted() -> Result<()> {
+fn the_devices_settings_come_back() -> Result<()> {
     let lab = Lab::new()?;
-    let duo = Duo::dual(&lab, LocalStore::new(&lab)?)?;
-    duo.alder.ns().ip(&["link del flannel-v6.1"])?;
-    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v6()?, SOON)?;
-    traffic::wait_reaches(duo.theirs.ns(), duo.ours.v6()?, SOON).map(drop)
+    let store = LocalStore::new(&lab)?;
+    let cluster = cluster(&lab, &store)?;
+    let node = cluster.members[0].node();
+    for device in ["flannel.1", "flannel-v6.1"] {
+        let mtu =
+            || -> Result<Value> { Ok(node.link(device)?.context("no device")?["mtu"].clone()) };
+        let before = mtu()?;
+        node.run(&format!("ip link set {device} mtu 1300"))?;
+        eventually("the MTU is back", HEALED_WITHIN, || Ok((mtu()? == before).then_some(())))?;
+    }
+    cluster.assert_full_mesh()
 }
 
 #[test]
-fn the_nic_recreated_with_another_index_and_a_smaller_mtu() -> Result<()> {
+fn a_device_that_comes_back_has_the_mac_that_peers_know() -> Result<()> {
     let lab = Lab::new()?;
-    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    let lease = duo.own_lease()?["BackendData"].clone();
-    duo.alder.remove_eth0()?;
-    sleep(Duration::from_secs(2));
-    let (ready, why) = duo.agent.readiness()?;
-    ensure!(!ready, "ready without a NIC: {why}");
-    duo.alder.recreate_eth0(1400)?;
-    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
-    traffic::wait_reaches(duo.theirs.ns(), duo.ours.v4()?, SOON)?;
-    eventually("MTU 1350 everywhere", SOON, || {
-        let device = duo.alder.link("flannel.1")?.context("no device")?["mtu"].clone();
-        let file = duo.agent.subnet_env()?.mtu()?;
-        ensure!(device == 1350 && file == 1350, "device {device}, subnet.env {file}");
-        Ok(Some(()))
-    })?;
-    ensure!(duo.own_lease()?["BackendData"] == lease, "the lease's data changed");
-    ensure!(duo.agent.process().exited()?.is_none(), "the agent ended");
-    eventually("ready again", SOON, || Ok(duo.agent.readiness()?.0.then_some(())))
+    let store = LocalStore::new(&lab)?;
+    let cluster = cluster(&lab, &store)?;
+    let node = cluster.members[0].node();
+    let mac = |node: &Node| -> Result<Option<Value>> {
+        Ok(node.link("flannel.1")?.map(|link| link["address"].clone()))
+    };
+    let before = mac(node)?;
+    node.run("ip link del flannel.1")?;
+    healed(&cluster, &store)?;
+    ensure!(mac(node)? == before, "{before:?} became {:?}", mac(node)?);
+    Ok(())
 }
 
 #[test]
-fn the_nic_down_and_up() -> Result<()> {
+fn an_underlay_that_comes_back_is_used_again() -> Result<()> {
     let lab = Lab::new()?;
-    let duo = Duo::dual(&lab, LocalStore::new(&lab)?)?;
-    duo.alder.ns().ip(&["link set eth0 down"])?;
-    sleep(Duration::from_secs(1));
-    duo.alder.ns().ip(&[
+    let store = LocalStore::new(&lab)?;
+    let cluster = cluster(&lab, &store)?;
+    let node = cluster.members[0].node();
+    node.run("ip link set eth0 down")?;
+    std::thread::sleep(Duration::from_millis(300));
+    // Going down took the IPv6 address along, as it does on any host.
+    node.ns().ip(&[
         "link set eth0 up",
-        "addr replace 2001:db8:a::11/64 dev eth0 nodad",
+        &format!("addr replace {}/64 dev eth0 nodad", node.v6()),
         "route replace default via 192.0.2.1 dev eth0",
         "route replace default via 2001:db8:a::1 dev eth0",
     ])?;
-    for address in duo.theirs.addresses() {
-        traffic::wait_reaches(duo.ours.ns(), address, SOON)?;
-    }
-    Ok(())
+    healed(&cluster, &store)?;
+    eventually("everybody reaches everybody", HEALED_WITHIN, || {
+        cluster.assert_full_mesh().map(Some)
+    })
 }
 
 #[test]
-fn what_others_put_on_the_device_is_left_alone() -> Result<()> {
+fn what_others_made_stays() -> Result<()> {
     let lab = Lab::new()?;
-    let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
-    duo.alder.ns().ip(&[
-        "route add 172.31.0.0/16 via 10.77.200.0 dev flannel.1 onlink",
-        "route add 10.77.250.0/24 via 192.0.2.1 dev eth0",
-        // Makes the agent look at everything.
-        "route del 10.77.200.0/24",
-    ])?;
-    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
-    let routes = duo.alder.ns().ip_json("route show")?;
-    for subnet in ["172.31.0.0/16", "10.77.250.0/24"] {
-        ensure!(routes.iter().any(|route| route["dst"] == subnet), "{subnet} is gone");
-    }
+    let store = LocalStore::new(&lab)?;
+    let mut cluster = cluster(&lab, &store)?;
+    let plan = Plan { agents: 1, kernel_peer: true, dual_stack: true, ..Plan::default() };
+    let theirs = [
+        "route add 10.200.0.0/16 via 192.0.2.1 dev eth0",
+        "route add 10.77.250.0/24 via 192.0.2.1 dev eth0 metric 50",
+        "link add user0 type bridge",
+        "addr add 10.201.0.1/24 dev user0",
+    ];
+    let node = cluster.members[0].node();
+    node.ns().ip(&theirs)?;
+    let view = |node: &Node| -> Result<(String, String)> {
+        Ok((node.run("ip route show dev eth0")?, node.run("ip addr show dev user0")?))
+    };
+    let before = view(node)?;
+    let entries = VxlanView::read(node.ns(), "flannel.1")?;
+    cluster.members[0].restart(&store, &plan)?;
+    let node = cluster.members[0].node();
+    store.delete_lease("10.77.200.0-24&fd77:0:0:200::-64")?;
+    eventually("the peer is gone", HEALED_WITHIN, || {
+        let now = VxlanView::read(node.ns(), "flannel.1")?;
+        Ok((now != entries && now.routes.is_empty()).then_some(()))
+    })?;
+    ensure!(view(node)? == before, "{before:?} became {:?}", view(node)?);
     Ok(())
 }

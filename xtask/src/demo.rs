@@ -295,7 +295,7 @@ fn inside(member: &Member) -> Result<()> {
 /// What is pinned on a node.
 fn maps(node: &Node) -> Result<()> {
     const SHOWN: usize = 24;
-    let script = "find /sys/fs/bpf -type f | sort";
+    let script = "find /sys/fs/bpf/flannel -type f 2>/dev/null | sort";
     let pins = String::from_utf8_lossy(&node.shell(script)?.stdout).into_owned();
     heading(&format!("{}: pinned eBPF objects", node.name()));
     if pins.is_empty() {
@@ -339,7 +339,7 @@ fn iperf(from: &Pod, to: &Pod) -> Result<f64> {
     let address = to.v4()?.to_string();
     let log = from.ns().run().dir().join("iperf3.log");
     let mut server = to.ns().command("iperf3");
-    server.args(["-s", "-1", "-B", &address]);
+    server.args(["-s", "-1", "--forceflush", "-B", &address]);
     let mut server = Process::spawn(server, &log, false)?;
     flannel_lab::wait::eventually("iperf3 listens", Duration::from_secs(5), || {
         Ok(server.log().contains("listening").then_some(()))

@@ -1,13 +1,18 @@
-//! Build, run, demonstrate and test: `cargo xtask <task>`.
+//! The project's tasks: `cargo xtask <task>`.
+
+mod build;
+mod build_ebpf;
+mod demo;
+mod lint;
+mod run;
+mod setup;
+mod test;
+mod tool;
+mod toolchain;
 
 use clap::{Parser, Subcommand};
 
-mod demo;
-mod run;
-mod test;
-mod tool;
-
-/// Tasks of this workspace.
+/// Tasks of the flannel-agent workspace.
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 struct Arguments {
@@ -17,18 +22,34 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Show a whole cluster at work, in namespaces of this machine
-    Demo(demo::Arguments),
+    /// Find or install the BPF toolchain and what the lab needs
+    Setup(setup::Arguments),
+    /// Build the eBPF programs into target/bpf/flannel-ebpf
+    BuildEbpf,
+    /// Build the eBPF programs and the agent with them inside
+    Build {
+        /// Optimised, as released
+        #[arg(long)]
+        release: bool,
+    },
     /// Build everything and start the agent: cargo xtask run -- <flags>
     Run(run::Arguments),
+    /// Show a whole cluster at work, in namespaces of this machine
+    Demo(demo::Arguments),
     /// Run the tests
     Test(test::Arguments),
+    /// Let clippy judge everything, the eBPF programs too
+    Lint,
 }
 
 fn main() -> anyhow::Result<()> {
     match Arguments::parse().task {
-        Task::Demo(arguments) => demo::run(&arguments),
+        Task::Setup(arguments) => setup::run(&arguments),
+        Task::BuildEbpf => build_ebpf::run().map(drop),
+        Task::Build { release } => build::run(release),
         Task::Run(arguments) => run::run(&arguments),
+        Task::Demo(arguments) => demo::run(&arguments),
         Task::Test(arguments) => test::run(&arguments),
+        Task::Lint => lint::run(),
     }
 }

@@ -1,19 +1,19 @@
 //! Starting cargo, and knowing what there is to start.
 
-use std::{env, fs, path::PathBuf, process::Command};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, bail};
 
-/// The workspace's directory.
-pub fn workspace() -> PathBuf {
-    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    here.parent().map_or(here.clone(), std::path::Path::to_path_buf)
-}
+use crate::{build, build_ebpf, setup, toolchain};
 
 /// The cargo that runs us, to be run in the workspace.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.current_dir(workspace());
+    command.current_dir(build_ebpf::workspace());
     command
 }
 
@@ -26,18 +26,21 @@ pub fn check(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Builds the agent, eBPF included where it can be, and returns the binary's path.
+/// Sets up what is missing, builds the eBPF programs and the agent with them inside, and returns
+/// the binary's path.
 pub fn build_agent(release: bool) -> Result<PathBuf> {
+    setup::ensure()?;
+    build::run(release)?;
     let profile = if release { "release" } else { "debug" };
-    let mut command = cargo();
-    command.args(["build", "--quiet", "-p", "flannel-agent"]);
-    if release {
-        command.arg("--release");
-    }
-    check(&mut command)?;
-    let target =
-        env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);
+    let target = env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| build_ebpf::workspace().join("target"), PathBuf::from);
     Ok(target.join(profile).join("flannel-agent"))
+}
+
+/// Whether there is such a program, in the directories of `PATH` or of the system.
+pub fn has(program: &str) -> bool {
+    toolchain::which(program).is_some()
+        || ["/usr/sbin", "/sbin"].iter().any(|dir| Path::new(dir).join(program).exists())
 }
 
 /// Whether this process may do what root may.

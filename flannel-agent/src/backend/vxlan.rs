@@ -6,13 +6,7 @@ mod identity;
 mod options;
 mod peers;
 
-use std::{
-    collections::HashMap,
-    fs, io,
-    net::IpAddr,
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::HashMap, fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -216,7 +210,11 @@ impl VxlanBackend {
     }
 
     /// Runs requests that all have to work.
-    fn run(&mut self, requests: Vec<crate::netlink::socket::Request>, what: &str) -> Result<(), String> {
+    fn run(
+        &mut self,
+        requests: Vec<crate::netlink::socket::Request>,
+        what: &str,
+    ) -> Result<(), String> {
         let outcomes = self.mirror.requests().run(requests);
         let failed = match outcomes {
             Ok(outcomes) => outcomes.into_iter().find_map(Result::err),
@@ -301,7 +299,12 @@ impl VxlanBackend {
         }
     }
 
-    fn pass(&mut self, lease: &Lease, peers: &PeerTable, report: &mut ApplyReport) -> Result<(), String> {
+    fn pass(
+        &mut self,
+        lease: &Lease,
+        peers: &PeerTable,
+        report: &mut ApplyReport,
+    ) -> Result<(), String> {
         self.refresh()?;
         report.changes += self.bring_up_devices()?;
         self.own = self.own_subnets(lease)?;
@@ -368,7 +371,12 @@ impl Backend for VxlanBackend {
     async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError> {
         self.refresh().map_err(BackendError::Kernel)?;
         for device in self.devices.iter_mut().filter(|device| device.mac.is_none()) {
-            if self.mirror.tables().link(&device.name).and_then(|link| link.vxlan.as_ref()).is_some()
+            if self
+                .mirror
+                .tables()
+                .link(&device.name)
+                .and_then(|link| link.vxlan.as_ref())
+                .is_some()
             {
                 continue;
             }

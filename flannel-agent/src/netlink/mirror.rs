@@ -216,6 +216,9 @@ impl Mirror {
             RouteNetlinkMessage::DelAddress(message) => {
                 if let Some((address, _)) = Address::from_message(message) {
                     let known = self.tables.addresses.remove(&address).is_some();
+                    if !self.has_v4(address.link) {
+                        self.forget_flushed(address.link);
+                    }
                     heard.routing |= known;
                     heard.ours |= known;
                 }
@@ -249,9 +252,9 @@ impl Mirror {
         if self.tables.routes.contains(&route) {
             return false;
         }
-        self.tables.routes.retain(|old| {
-            old.destination != route.destination || old.metric != route.metric
-        });
+        self.tables
+            .routes
+            .retain(|old| old.destination != route.destination || old.metric != route.metric);
         self.tables.routes.insert(route)
     }
 
@@ -286,17 +289,25 @@ impl Mirror {
         }
     }
 
-    /// What the kernel drops without telling when a link goes down: its IPv4 routes. Neighbours
-    /// are told one by one.
+    fn has_v4(&self, link: u32) -> bool {
+        self.tables.addresses.keys().any(|a| a.link == link && a.net.addr().is_ipv4())
+    }
+
+    /// What the kernel drops without telling when a link goes down or loses its last IPv4
+    /// address: its IPv4 routes. Neighbours are told one by one, IPv6 routes too.
     fn forget_flushed(&mut self, link: u32) {
         self.tables.routes.retain(|route| match route.via {
+            _ if route.destination.addr().is_ipv6() => true,
             Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
             Via::Blackhole => true,
         });
     }
 
     fn forget(&mut self, link: u32) {
-        self.forget_flushed(link);
+        self.tables.routes.retain(|route| match route.via {
+            Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
+            Via::Blackhole => true,
+        });
         self.tables.links.remove(&link);
         self.tables.addresses.retain(|address, _| address.link != link);
         self.tables.neighbours.retain(|(on, _), _| *on != link);
@@ -322,10 +333,18 @@ impl Mirror {
         self.requests.dump(address::dump_request(), |message| messages.push(message))?;
         let mut families = vec![];
         families.extend(
-            self.scope.networks.iter().any(|n| matches!(n, IpNet::V4(_))).then_some(AddressFamily::Inet),
+            self.scope
+                .networks
+                .iter()
+                .any(|n| matches!(n, IpNet::V4(_)))
+                .then_some(AddressFamily::Inet),
         );
         families.extend(
-            self.scope.networks.iter().any(|n| matches!(n, IpNet::V6(_))).then_some(AddressFamily::Inet6),
+            self.scope
+                .networks
+                .iter()
+                .any(|n| matches!(n, IpNet::V6(_)))
+                .then_some(AddressFamily::Inet6),
         );
         for family in families {
             self.requests.dump(route::dump_request(family), |message| messages.push(message))?;

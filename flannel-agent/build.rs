@@ -1,0 +1,50 @@
+//! Embeds the object with the eBPF programs, if it has been built.
+//!
+//! `cargo xtask build-ebpf` puts it at `target/bpf/flannel-ebpf`; the variable
+//! `FLANNEL_EBPF_OBJECT` names another one. No BPF toolchain is needed here.
+
+use std::{
+    env, fs, io,
+    path::{Path, PathBuf},
+};
+
+const VARIABLE: &str = "FLANNEL_EBPF_OBJECT";
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-env-changed={VARIABLE}");
+    let named = env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default());
+    let object = named.clone().unwrap_or_else(|| manifest.join("../target/bpf/flannel-ebpf"));
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default()).join("embedded_object.rs");
+    let source = match fs::read(&object) {
+        Ok(_) => {
+            println!("cargo::rerun-if-changed={}", object.display());
+            // Only a string can be a path in the source; a path that is none is refused.
+            match fs::canonicalize(&object).ok().as_deref().and_then(Path::to_str) {
+                Some(path) => format!("Some(&Aligned(*include_bytes!({path:?})).0)"),
+                None => return println!("cargo::error=the path {} is not UTF-8", object.display()),
+            }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound && named.is_none() => {
+            watch_for(&object);
+            "None".to_owned()
+        }
+        Err(error) => {
+            return println!("cargo::error=cannot read {}: {error}", object.display());
+        }
+    };
+    if let Err(error) = fs::write(&out, source) {
+        println!("cargo::error=cannot write {}: {error}", out.display());
+    }
+}
+
+/// Has the build run again once the object is there. A path that does not exist would make it
+/// run every time, so this watches the directory in which the object will appear.
+fn watch_for(object: &Path) {
+    if let Some(directory) = object.parent()
+        && fs::create_dir_all(directory).is_ok()
+    {
+        println!("cargo::rerun-if-changed={}", directory.display());
+    }
+}

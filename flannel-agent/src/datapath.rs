@@ -1,0 +1,3 @@
+//! Data paths beside the kernel's own.
+
+pub mod ebpf;

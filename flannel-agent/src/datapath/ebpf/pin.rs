@@ -1,0 +1,154 @@
+//! Where maps and links outlive the agent: a directory on a bpf file system.
+//!
+//! `<pin dir>/<device>/underlay_ingress-<ifindex>` are links, `<pin dir>/<device>/v<schema>/`
+//! holds the maps. Links stand outside of the version, because a new version takes them over.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use aya::maps::{MapData, MapInfo, MapType};
+use flannel_common::{
+    map::{Config, Counters, MAX_PEERS, OuterAddress, Peer, SCHEMA_VERSION},
+    outcome::Outcome,
+};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::statfs::{BPF_FS_MAGIC, statfs},
+};
+
+use super::EbpfError;
+
+/// What a pinned map must look like to be adopted.
+pub(super) struct MapShape {
+    pub(super) name: &'static str,
+    kind: MapType,
+    key: usize,
+    value: usize,
+    entries: usize,
+}
+
+pub(super) const CONFIG: MapShape = shape::<u32, Config>("CONFIG", MapType::Array, 1);
+pub(super) const PEERS: MapShape =
+    shape::<OuterAddress, Peer>("PEERS", MapType::Hash, MAX_PEERS as usize);
+pub(super) const PEER_COUNTERS: MapShape =
+    shape::<u32, Counters>("PEER_COUNTERS", MapType::PerCpuArray, MAX_PEERS as usize);
+pub(super) const OUTCOMES: MapShape =
+    shape::<u32, Counters>("OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
+
+/// The maps that are pinned.
+pub(super) const MAPS: [MapShape; 4] = [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES];
+
+const fn shape<K, V>(name: &'static str, kind: MapType, entries: usize) -> MapShape {
+    MapShape { name, kind, key: size_of::<K>(), value: size_of::<V>(), entries }
+}
+
+impl MapShape {
+    /// Opens the map pinned in a directory; `None` if there is none, or one of another shape.
+    pub(super) fn open(&self, directory: &Path) -> Option<MapData> {
+        let map = MapData::from_pin(directory.join(self.name)).ok()?;
+        self.fits(&map.info().ok()?).then_some(map)
+    }
+
+    fn fits(&self, info: &MapInfo) -> bool {
+        let same = |found: u32, wanted: usize| usize::try_from(found) == Ok(wanted);
+        info.map_type().is_ok_and(|kind| kind == self.kind)
+            && same(info.key_size(), self.key)
+            && same(info.value_size(), self.value)
+            && same(info.max_entries(), self.entries)
+    }
+}
+
+/// The directory of one device, ours alone as long as this lives.
+pub(super) struct PinDirectory {
+    device: PathBuf,
+    lock: Flock<File>,
+}
+
+impl PinDirectory {
+    /// Makes the directories and takes the lock.
+    pub(super) fn open(pin_dir: &Path, device: &str) -> Result<Self, EbpfError> {
+        let plain = !device.is_empty() && device != "." && device != ".." && !device.contains('/');
+        if !plain {
+            return Err(EbpfError::DeviceName(device.to_owned()));
+        }
+        check_bpffs(pin_dir)?;
+        let device = pin_dir.join(device);
+        let maps = maps_in(&device);
+        let failed = |reason| EbpfError::Pin { path: maps.clone(), reason };
+        fs::create_dir_all(&maps).map_err(failed)?;
+        let file = File::open(&device).map_err(failed)?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => Ok(Self { device, lock }),
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(EbpfError::InUse(device)),
+            Err((_, errno)) => Err(failed(errno.into())),
+        }
+    }
+
+    /// Whether the directory that was opened is still the one at this path. It is not after
+    /// the bpf file system was unmounted, or mounted anew.
+    pub(super) fn intact(&self) -> bool {
+        let identity = |meta: fs::Metadata| (meta.dev(), meta.ino());
+        let ours = self.lock.metadata().map(identity).ok();
+        ours.is_some()
+            && ours == fs::metadata(&self.device).map(identity).ok()
+            && self.maps().is_dir()
+    }
+
+    /// Where the maps are.
+    pub(super) fn maps(&self) -> PathBuf {
+        maps_in(&self.device)
+    }
+
+    /// Where the link of an interface is.
+    pub(super) fn link(&self, program: &str, ifindex: u32) -> PathBuf {
+        self.device.join(format!("{program}-{ifindex}"))
+    }
+
+    /// The interfaces whose links are pinned.
+    pub(super) fn linked(&self, program: &str) -> Vec<u32> {
+        let Ok(entries) = fs::read_dir(&self.device) else { return Vec::new() };
+        let index = |name: &str| name.strip_prefix(program)?.strip_prefix('-')?.parse().ok();
+        entries.flatten().filter_map(|entry| entry.file_name().to_str().and_then(index)).collect()
+    }
+
+    /// Takes pinned maps of another shape out of the way: they cannot be ours.
+    pub(super) fn discard_misfits(&self) -> Result<(), EbpfError> {
+        let directory = self.maps();
+        for shape in &MAPS {
+            let path = directory.join(shape.name);
+            if path.exists() && shape.open(&directory).is_none() {
+                tracing::warn!("{} is not a map of ours and is replaced", path.display());
+                remove(&path)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Removes a pin; none there is as good.
+pub(super) fn remove(path: &Path) -> Result<(), EbpfError> {
+    match fs::remove_file(path) {
+        Err(reason) if reason.kind() != io::ErrorKind::NotFound => {
+            Err(EbpfError::Pin { path: path.to_owned(), reason })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Where the maps of a device's directory are.
+pub(super) fn maps_in(device: &Path) -> PathBuf {
+    device.join(format!("v{SCHEMA_VERSION}"))
+}
+
+/// Whether the path is, or will be, on a bpf file system.
+pub(super) fn check_bpffs(path: &Path) -> Result<(), EbpfError> {
+    let existing = path.ancestors().find(|path| path.exists()).unwrap_or(path);
+    match statfs(existing) {
+        Ok(found) if found.filesystem_type() == BPF_FS_MAGIC => Ok(()),
+        _ => Err(EbpfError::NoBpfFileSystem(path.to_owned())),
+    }
+}

@@ -1,0 +1,153 @@
+//! Asking the kernel for one TC filter (rtnetlink(7), `RTM_GETTFILTER`).
+//!
+//! aya attaches and detaches filters but cannot look for one by priority and handle.
+
+use std::io;
+
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+
+/// Our place among the filters of a hook: the same at every start, so that a restart replaces.
+pub(super) const PRIORITY: u16 = 0x464c;
+/// The filter's number within the priority.
+pub(super) const HANDLE: u32 = 1;
+
+const ETH_P_ALL: u16 = 3;
+/// `TC_H_CLSACT` with `TC_H_MIN_INGRESS`.
+const PARENT_INGRESS: u32 = 0xffff_fff2;
+
+const NLMSG_ERROR: u16 = 2;
+const NLM_F_REQUEST: u16 = 1;
+const RTM_NEWTFILTER: u16 = 44;
+const RTM_GETTFILTER: u16 = 46;
+const HEADER_LEN: usize = 16;
+const TCMSG_LEN: usize = 20;
+const TCA_OPTIONS: u16 = 2;
+const TCA_BPF_NAME: u16 = 7;
+const TCA_BPF_ID: u16 = 11;
+
+/// A BPF filter.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Filter {
+    /// The name that its owner gave it.
+    pub(super) name: String,
+    /// The kernel's number of the program.
+    pub(super) program: u32,
+}
+
+/// The filter at our place of an interface's ingress; `None` if there is none.
+pub(super) fn find(ifindex: u32) -> io::Result<Option<Filter>> {
+    let socket = Socket::new(NETLINK_ROUTE)?;
+    socket.connect(&SocketAddr::new(0, 0))?;
+    socket.send(&request(ifindex), 0)?;
+    let (answer, _) = socket.recv_from_full()?;
+    parse(&answer)
+}
+
+fn request(ifindex: u32) -> Vec<u8> {
+    let info = u32::from(PRIORITY) << 16 | u32::from(ETH_P_ALL.to_be());
+    let length = HEADER_LEN + TCMSG_LEN;
+    let mut message = Vec::with_capacity(length);
+    message.extend(u32::try_from(length).unwrap_or_default().to_ne_bytes());
+    message.extend(RTM_GETTFILTER.to_ne_bytes());
+    message.extend(NLM_F_REQUEST.to_ne_bytes());
+    // Sequence number and sender: one question, one answer.
+    message.extend([0; 8]);
+    // Address family, padding.
+    message.extend([0; 4]);
+    for field in [ifindex, HANDLE, PARENT_INGRESS, info] {
+        message.extend(field.to_ne_bytes());
+    }
+    message
+}
+
+fn parse(answer: &[u8]) -> io::Result<Option<Filter>> {
+    let odd = || io::Error::new(io::ErrorKind::InvalidData, "odd answer about a TC filter");
+    let kind = answer.get(4..6).and_then(|kind| kind.first_chunk()).ok_or_else(odd)?;
+    match u16::from_ne_bytes(*kind) {
+        NLMSG_ERROR => {
+            let code = answer.get(HEADER_LEN..).and_then(|body| body.first_chunk());
+            match i32::from_ne_bytes(*code.ok_or_else(odd)?).saturating_neg() {
+                // No such filter; no clsact qdisc.
+                libc::ENOENT | libc::EINVAL => Ok(None),
+                code => Err(io::Error::from_raw_os_error(code)),
+            }
+        }
+        RTM_NEWTFILTER => {
+            let attributes = answer.get(HEADER_LEN + TCMSG_LEN..).ok_or_else(odd)?;
+            let options = attribute(attributes, TCA_OPTIONS).unwrap_or_default();
+            let name = attribute(options, TCA_BPF_NAME).unwrap_or_default();
+            let program = attribute(options, TCA_BPF_ID).and_then(|id| id.first_chunk());
+            Ok(Some(Filter {
+                name: String::from_utf8_lossy(name).trim_end_matches('\0').to_owned(),
+                program: program.map_or(0, |id| u32::from_ne_bytes(*id)),
+            }))
+        }
+        _ => Err(odd()),
+    }
+}
+
+/// The value of the first attribute of a kind.
+fn attribute(mut bytes: &[u8], wanted: u16) -> Option<&[u8]> {
+    loop {
+        let [l0, l1, k0, k1] = *bytes.first_chunk()?;
+        let length = usize::from(u16::from_ne_bytes([l0, l1]));
+        // The two upper bits say how to read the value, not what it is.
+        let kind = u16::from_ne_bytes([k0, k1]) & 0x3fff;
+        let value = bytes.get(4..length)?;
+        if kind == wanted {
+            return Some(value);
+        }
+        bytes = bytes.get(length.next_multiple_of(4)..)?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn attribute_bytes(kind: u16, value: &[u8]) -> Vec<u8> {
+        let mut bytes = u16::try_from(4 + value.len()).expect("short").to_ne_bytes().to_vec();
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend(value);
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        bytes
+    }
+
+    fn answer(kind: u16, body: &[u8]) -> Vec<u8> {
+        let mut bytes = vec![0; 4];
+        bytes.extend(kind.to_ne_bytes());
+        bytes.resize(HEADER_LEN, 0);
+        bytes.extend(body);
+        bytes
+    }
+
+    #[test]
+    fn a_filter_is_read() {
+        let mut options = attribute_bytes(TCA_BPF_NAME, b"ours\0");
+        options.extend(attribute_bytes(TCA_BPF_ID, &77_u32.to_ne_bytes()));
+        let mut body = vec![0; TCMSG_LEN];
+        body.extend(attribute_bytes(1, b"bpf\0"));
+        body.extend(attribute_bytes(TCA_OPTIONS | 0x8000, &options));
+        let filter = Filter { name: "ours".to_owned(), program: 77 };
+        assert_eq!(parse(&answer(RTM_NEWTFILTER, &body)).expect("read"), Some(filter));
+    }
+
+    #[test]
+    fn no_filter_and_refusals_are_told_apart() {
+        let error = |code: i32| parse(&answer(NLMSG_ERROR, &(-code).to_ne_bytes()));
+        assert_eq!(error(libc::ENOENT).expect("none"), None);
+        assert_eq!(error(libc::EINVAL).expect("none"), None);
+        assert_eq!(error(libc::EPERM).expect_err("refused").raw_os_error(), Some(libc::EPERM));
+        assert!(parse(&answer(99, &[])).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_answer_is_survived(body: Vec<u8>, kind in prop::sample::select(vec![2_u16, 44])) {
+            let _ = parse(&answer(kind, &body));
+            let _ = parse(&body);
+        }
+    }
+}
