@@ -2,6 +2,7 @@
 
 mod data;
 mod device;
+mod fast_path;
 mod identity;
 mod options;
 mod peers;
@@ -14,14 +15,16 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
-pub use self::{data::VxlanData, options::VxlanOptions};
+pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
     device::{Device, Family, Step, Target},
+    fast_path::FastPath,
     identity::StateFile,
     peers::{Compiled, Compiler, Tunnel},
 };
 use super::{ApplyReport, Backend, BackendError};
 use crate::{
+    datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes},
     mac::MacAddr,
@@ -57,12 +60,16 @@ pub struct VxlanConfig {
     pub ipv6_network: Option<Ipv6Net>,
     /// Where the MAC survives a reboot.
     pub state_dir: PathBuf,
+    /// The eBPF programs beside the kernel's device.
+    pub fast_path: FastPathConfig,
 }
 
 /// The backend.
 pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
+    fast_path: FastPath,
+    fast_path_config: FastPathConfig,
     devices: Vec<Device>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
@@ -89,7 +96,8 @@ struct Counts {
 impl VxlanBackend {
     /// Opens the sockets; changes nothing yet.
     pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir } = config;
+        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir, fast_path } =
+            config;
         let vni = options.vni;
         let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
             let state = StateFile::new(&state_dir, &name, public);
@@ -113,6 +121,8 @@ impl VxlanBackend {
         Ok(Self {
             options,
             external,
+            fast_path: FastPath::Pending,
+            fast_path_config: fast_path,
             devices,
             targets: HashMap::new(),
             mirror,
@@ -323,6 +333,7 @@ impl VxlanBackend {
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
         if plan.changes.is_empty() {
+            self.apply_fast_path(peers, report);
             return Ok(());
         }
         let requests = plan.changes.iter().map(crate::reconciler::Change::request).collect();
@@ -338,8 +349,31 @@ impl VxlanBackend {
                 report.problems.push(format!("cannot {change}: {}", explain(err)));
             }
         }
+        self.apply_fast_path(peers, report);
         // Our own echo, before it is taken for somebody else's work.
         self.refresh()
+    }
+
+    /// The programs come after the kernel's path, which works without them.
+    fn apply_fast_path(&mut self, peers: &PeerTable, report: &mut ApplyReport) {
+        if !peers.synced() {
+            return;
+        }
+        if matches!(self.fast_path, FastPath::Pending) {
+            let name = format!("flannel.{}", self.options.vni);
+            self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
+        }
+        let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
+        let wanted = FastPathWanted {
+            underlay: underlay.into_iter().collect(),
+            vni: self.options.vni,
+            port: self.options.port,
+            peers: fast_path::entries(peers),
+        };
+        match self.fast_path.apply(&wanted) {
+            Ok(changes) => report.changes += changes,
+            Err(problem) => report.problems.push(problem),
+        }
     }
 
     /// Whether the kernel differs from the last pass's wanted state.
@@ -494,6 +528,7 @@ impl Backend for VxlanBackend {
             "peers_served": self.counts.served,
             "problems": self.counts.problems,
             "routes": tables.routes.len(),
+            "datapath": self.fast_path.status(),
         })
     }
 }

@@ -249,7 +249,7 @@ impl EbpfDatapath {
             "peers": self.known.len(),
             "peers_left_out": self.left_out,
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
-            "pins": self.options.pin_dir.join(&self.options.device),
+            "pins": self.pins.path(),
             "problem": problem,
         })
     }
