@@ -405,13 +405,15 @@ impl Backend for VxlanBackend {
     async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError> {
         self.refresh().map_err(BackendError::Kernel)?;
         for device in self.devices.iter_mut().filter(|device| device.mac.is_none()) {
-            if self
-                .mirror
-                .tables()
-                .link(&device.name)
-                .and_then(|link| link.vxlan.as_ref())
-                .is_some()
-            {
+            let tables = self.mirror.tables();
+            let there = tables.link(&device.name).is_some_and(|link| link.vxlan.is_some());
+            // Peers know a device that can stay by its own MAC; one that has to go, or is not
+            // there, by the MAC on record.
+            let stays = device
+                .target(tables, &self.external, &self.options)
+                .and_then(|target| device.step(tables, &target))
+                .map_or(there, |step| !matches!(step, Step::Make { .. }));
+            if stays {
                 continue;
             }
             let data = stored.and_then(|stored| match device.family {
