@@ -9,6 +9,7 @@ use crate::{
     agent::{self, Agent},
     backend::{
         Backend,
+        udp::{UdpBackend, UdpConfig, UdpOptions},
         vxlan::{VxlanBackend, VxlanConfig, VxlanOptions},
     },
     cli::{
@@ -58,7 +59,8 @@ pub async fn run(options: Options) -> Result<(), Exit> {
 
 async fn run_until_failure(options: &Options) -> Result<(), Exit> {
     let subnet_file = SubnetFile::new(&options.files.subnet_file);
-    let _lock = subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
+    let _lock =
+        subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();
@@ -183,8 +185,16 @@ async fn open_backend(
             };
             Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
         }
+        "udp" => {
+            let udp = UdpConfig {
+                options: UdpOptions::parse(&config.backend).map_err(failure)?,
+                external,
+                ipv4_network: config.ipv4.map(|settings| settings.network),
+            };
+            Ok(Box::new(UdpBackend::new(udp, metrics).map_err(failure)?))
+        }
         other => Err(Exit::failure(format!(
-            "Backend.Type \"{other}\" is not one of this version's backends: vxlan"
+            "Backend.Type \"{other}\" is not one of this version's backends: vxlan, udp"
         ))),
     }
 }
