@@ -70,10 +70,7 @@ pub async fn network_config(
             .await?;
     state.telemetry.readiness.met(Condition::Config);
     if !config.unknown_keys.is_empty() {
-        warn!(
-            "network configuration: ignoring unknown keys: {}",
-            config.unknown_keys.join(", ")
-        );
+        warn!("network configuration: ignoring unknown keys: {}", config.unknown_keys.join(", "));
     }
     if config.backend_type_missing {
         warn!(
@@ -103,7 +100,9 @@ where
                 }
                 return Ok(value);
             }
-            Err(StoreError::Fatal(reason)) => return Err(Exit::failure(format!("{what}: {reason}"))),
+            Err(StoreError::Fatal(reason)) => {
+                return Err(Exit::failure(format!("{what}: {reason}")));
+            }
             Err(reason) => {
                 let reason = reason.to_string();
                 if reason != last {
@@ -158,10 +157,9 @@ async fn acquire(
     state: &SharedState,
 ) -> Result<GrantedLease, Exit> {
     let request = LeaseRequest { attributes, previous };
-    let granted = until_ok(state, Condition::Lease, "leasing a subnet", || {
-        store.acquire(config, &request)
-    })
-    .await?;
+    let granted =
+        until_ok(state, Condition::Lease, "leasing a subnet", || store.acquire(config, &request))
+            .await?;
     info!("leased {} from {}", granted.lease.subnets, store.kind());
     Ok(granted)
 }
@@ -314,9 +312,7 @@ impl Agent {
     /// Takes in what the store said. Returns whether the wanted state changed.
     fn fold(&mut self, event: StoreEvent) -> bool {
         match event {
-            StoreEvent::Peers(update) => {
-                self.change_peers(|peers| peers.apply(update))
-            }
+            StoreEvent::Peers(update) => self.change_peers(|peers| peers.apply(update)),
             StoreEvent::Renewed { expires } => {
                 self.granted.expires = expires;
                 self.state.set_lease(&self.granted);
@@ -381,7 +377,10 @@ impl Agent {
         if self.peers.synced() {
             self.state.telemetry.readiness.met(Condition::Peers);
         } else {
-            self.state.telemetry.readiness.unmet(Condition::Peers, "the store has not listed the peers yet");
+            self.state
+                .telemetry
+                .readiness
+                .unmet(Condition::Peers, "the store has not listed the peers yet");
         }
         self.publish().await;
         self.write_subnet_file(&lease);

@@ -43,7 +43,9 @@ pub fn main() -> ExitCode {
         }
         Command::Status(args) => finish(commands::status::run(&args, &mut std::io::stdout())),
         Command::Peers(args) => {
-            let offline = || Err("the agent does not run".to_owned());
+            let pins = std::path::Path::new(cli::flags::DEFAULT_BPF_PIN_DIR);
+            let offline =
+                || datapath::ebpf::read_pinned_peers(pins).map_err(|reason| reason.to_string());
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
         }
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),

@@ -65,7 +65,15 @@ mod tests {
         for text in ["02:fa:00:00:00:1b", "02-FA-00-00-00-1B", "02fa.0000.001B"] {
             assert_eq!(MacAddr::parse(text), Some(mac), "{text}");
         }
-        for text in ["", "02:fa:00:00:00", "02:fa:00:00:00:1b:00", "02:fa-00:00:00:1b", "2:fa:0:0:0:1b", "02:fa:00:00:00:1g", "ä2:fa:00:00:00:1b"] {
+        for text in [
+            "",
+            "02:fa:00:00:00",
+            "02:fa:00:00:00:1b:00",
+            "02:fa-00:00:00:1b",
+            "2:fa:0:0:0:1b",
+            "02:fa:00:00:00:1g",
+            "ä2:fa:00:00:00:1b",
+        ] {
             assert_eq!(MacAddr::parse(text), None, "{text}");
         }
     }

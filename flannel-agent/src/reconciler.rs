@@ -138,14 +138,15 @@ impl Wanted {
     pub fn plan(&self, tables: &Tables) -> Plan {
         let mut plan = Plan::default();
         let changes = &mut plan.changes;
-        let forwarding = self.forwarding.iter().filter(|(k, v)| tables.forwarding.get(k) != Some(v));
+        let forwarding =
+            self.forwarding.iter().filter(|(k, v)| tables.forwarding.get(k) != Some(v));
         changes.extend(forwarding.map(|(&(link, mac), &remote)| {
             Change::SetForwarding(Forwarding { link, mac, remote })
         }));
-        let neighbours = self.neighbours.iter().filter(|(k, v)| tables.neighbours.get(k) != Some(v));
+        let neighbours =
+            self.neighbours.iter().filter(|(k, v)| tables.neighbours.get(k) != Some(v));
         changes.extend(
-            neighbours
-                .map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
+            neighbours.map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
         );
 
         let mut there: HashMap<IpNet, Vec<&Route>> = HashMap::new();

@@ -9,11 +9,11 @@ use crate::{
     agent::{self, Agent},
     backend::{
         Backend,
-        vxlan::{VxlanBackend, VxlanConfig, VxlanOptions},
+        vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
     },
     cli::{
         Exit, Options,
-        flags::{EtcdFlags, OptionalPath},
+        flags::{DatapathMode, EtcdFlags, OptionalPath},
     },
     config::NetworkConfig,
     control::ControlSocket,
@@ -58,14 +58,19 @@ pub async fn run(options: Options) -> Result<(), Exit> {
 
 async fn run_until_failure(options: &Options) -> Result<(), Exit> {
     let subnet_file = SubnetFile::new(&options.files.subnet_file);
-    let _lock = subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
+    let _lock =
+        subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();
     let store = open_store(options, &metrics)?;
     let telemetry = Rc::new(Telemetry::new(metrics.clone(), |_| {}));
     telemetry.readiness.met(Condition::Firewall);
-    let state = Rc::new(SharedState::new(Rc::clone(&telemetry), store.kind()));
+    let state = Rc::new(SharedState::new(
+        Rc::clone(&telemetry),
+        store.kind(),
+        options.datapath.bpf_pin_dir.clone(),
+    ));
     let servers = Servers::open(options, &telemetry, &state).await?;
 
     let agent = async {
@@ -180,6 +185,12 @@ async fn open_backend(
                 ipv4_network: config.ipv4.map(|settings| settings.network),
                 ipv6_network: config.ipv6.map(|settings| settings.network),
                 state_dir: options.files.state_dir.clone(),
+                fast_path: FastPathConfig {
+                    enabled: options.datapath.mode != DatapathMode::Kernel,
+                    demanded: options.datapath.mode == DatapathMode::Ebpf,
+                    pin_dir: options.datapath.bpf_pin_dir.clone(),
+                    log: options.log.verbosity >= 4,
+                },
             };
             Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
         }

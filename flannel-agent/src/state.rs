@@ -1,18 +1,20 @@
 //! What the agent's loop knows, in the form in which servers and commands ask for it.
 
-use std::{cell::RefCell, net::IpAddr, rc::Rc};
+use std::{cell::RefCell, collections::HashMap, net::IpAddr, path::PathBuf, rc::Rc};
 
 use serde_json::{Value, json};
 
 use crate::{
     backend::ApplyReport,
     config::NetworkConfig,
+    datapath::ebpf::read_pinned_peers,
     external_interface::ExternalInterface,
+    lease::RawJson,
     peer_table::PeerTable,
     subnet_manager::{Connection, GrantedLease},
     telemetry::{
         Telemetry,
-        status::{StateSource, Status, StoreStatus},
+        status::{DatapathStatus, StateSource, Status, StoreStatus},
     },
 };
 
@@ -21,6 +23,7 @@ pub struct SharedState {
     /// Readiness, metrics, heartbeat.
     pub telemetry: Rc<Telemetry>,
     store_kind: &'static str,
+    pin_dir: PathBuf,
     inner: RefCell<Inner>,
 }
 
@@ -32,8 +35,8 @@ struct Inner {
 
 impl SharedState {
     /// The state of an agent that has only just been told which store to use.
-    pub fn new(telemetry: Rc<Telemetry>, store_kind: &'static str) -> Self {
-        let state = Self { telemetry, store_kind, inner: RefCell::default() };
+    pub fn new(telemetry: Rc<Telemetry>, store_kind: &'static str, pin_dir: PathBuf) -> Self {
+        let state = Self { telemetry, store_kind, pin_dir, inner: RefCell::default() };
         state.set_connection(&Connection::Down("not asked yet".to_owned()));
         state
     }
@@ -82,7 +85,23 @@ impl SharedState {
         inner.status.peers_applied = report.peers_applied;
         inner.status.problems =
             report.device_problem.iter().chain(&report.problems).cloned().collect();
+        let text =
+            |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
+        inner.status.datapath = text("mode")
+            .map(|mode| DatapathStatus { mode, reason: text("reason").unwrap_or_default() });
         inner.status.backend = backend;
+    }
+}
+
+impl SharedState {
+    /// What the BPF maps have counted, by outer address. Empty without eBPF.
+    fn counters(&self) -> HashMap<String, Value> {
+        let rows = match read_pinned_peers(&self.pin_dir) {
+            Ok(Value::Array(rows)) => rows,
+            Ok(_) | Err(_) => return HashMap::new(),
+        };
+        let outer = |row: &Value| row.get("outer").and_then(Value::as_str).map(str::to_owned);
+        rows.into_iter().filter_map(|row| Some((outer(&row)?, row))).collect()
     }
 }
 
@@ -94,6 +113,7 @@ impl StateSource for SharedState {
 
     fn peers(&self) -> Value {
         let inner = self.inner.borrow();
+        let counted = self.counters();
         let peers = inner.peers.peers().map(|(subnets, attributes)| {
             let addresses: Vec<IpAddr> = attributes
                 .public_ip
@@ -101,12 +121,18 @@ impl StateSource for SharedState {
                 .into_iter()
                 .chain(attributes.public_ipv6.map(IpAddr::from))
                 .collect();
+            let count = |what: &str| -> Option<u64> {
+                let of = |ip: &IpAddr| counted.get(&ip.to_string())?.get(what)?.as_u64();
+                addresses.iter().filter_map(of).reduce(u64::saturating_add)
+            };
             json!({
                 "subnet": subnets.v4.map(|net| net.to_string()),
                 "subnet_v6": subnets.v6.map(|net| net.to_string()),
                 "addresses": addresses,
                 "backend_type": attributes.backend_type,
-                "backend_data": attributes.backend_data.as_ref().map(crate::lease::RawJson::as_str),
+                "backend_data": attributes.backend_data.as_ref().map(RawJson::as_str),
+                "packets_received": count("packets"),
+                "bytes_received": count("bytes"),
             })
         });
         peers.collect()

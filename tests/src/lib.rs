@@ -25,6 +25,7 @@ pub mod base64;
 pub mod capture;
 pub mod cluster;
 pub mod craft;
+pub mod duo;
 pub mod etcd;
 pub mod http;
 pub mod kernel_peer;
@@ -51,6 +52,7 @@ pub mod prelude {
         agent::{Agent, READY_WITHIN, SubnetEnv},
         capture::Capture,
         cluster::{Cluster, Plan},
+        duo::Duo,
         etcd::{Etcd, EtcdOptions},
         kernel_peer::{KernelPeer, PeerSpec},
         lab::Lab,

@@ -1,8 +1,6 @@
 //! A node on which something ran before: an old flannel, or an old version of ourselves.
 
-use flannel_lab::{
-    kernel_peer::RemoteVtep, prelude::*, process::Process, vxlan_view::VxlanView,
-};
+use flannel_lab::{kernel_peer::RemoteVtep, prelude::*, process::Process, vxlan_view::VxlanView};
 
 const OWN_MAC: &str = "02:fa:00:00:00:11";
 
@@ -91,10 +89,7 @@ fn an_old_mess_is_put_right_and_traffic_does_not_notice() -> Result<()> {
     ensure!(right.contains("FLANNEL_SUBNET=10.77.1.1/24\nFLANNEL_MTU=1350\n"), "{right}");
     let seen = std::fs::read_to_string(watcher.log_path())?;
     for state in seen.split('\0').filter(|state| !state.is_empty()) {
-        ensure!(
-            [old_env, "absent", &right].contains(&state),
-            "the env file once was {state:?}"
-        );
+        ensure!([old_env, "absent", &right].contains(&state), "the env file once was {state:?}");
     }
     ensure!(seen.contains(&right), "the watcher saw nothing: {seen:?}");
     Ok(())

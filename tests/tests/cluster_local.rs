@@ -43,8 +43,7 @@ fn everybody_reaches_everybody_by_the_kernel_datapath() -> Result<()> {
 fn a_node_gets_what_flannel_gives_it() -> Result<()> {
     let lab = Lab::new()?;
     let store = LocalStore::new(&lab)?;
-    let cluster =
-        Cluster::start(&lab, &store, &Plan { agents: 1, pods: 0, ..Plan::default() })?;
+    let cluster = Cluster::start(&lab, &store, &Plan { agents: 1, pods: 0, ..Plan::default() })?;
     let alder = &cluster.members[0];
     let (node, env) = (alder.node(), alder.env());
     ensure!(env.get("FLANNEL_NETWORK") == Some("10.77.0.0/16"), "{env:?}");

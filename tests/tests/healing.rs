@@ -48,7 +48,8 @@ fn the_devices_settings_come_back() -> Result<()> {
     let cluster = cluster(&lab, &store)?;
     let node = cluster.members[0].node();
     for device in ["flannel.1", "flannel-v6.1"] {
-        let mtu = || -> Result<Value> { Ok(node.link(device)?.context("no device")?["mtu"].clone()) };
+        let mtu =
+            || -> Result<Value> { Ok(node.link(device)?.context("no device")?["mtu"].clone()) };
         let before = mtu()?;
         node.run(&format!("ip link set {device} mtu 1300"))?;
         eventually("the MTU is back", HEALED_WITHIN, || Ok((mtu()? == before).then_some(())))?;

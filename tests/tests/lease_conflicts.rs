@@ -15,7 +15,11 @@ fn of_birch() -> String {
 /// alder with the lease of 10.77.1.0/24.
 fn alder_with_a_lease(lab: &Lab, etcd: &Etcd) -> Result<(Node, Agent)> {
     etcd.put_config(CONFIG)?;
-    etcd.put_with_lease(OWN, r#"{"PublicIP":"192.0.2.11","PublicIPv6":null}"#, etcd.grant(86_400)?)?;
+    etcd.put_with_lease(
+        OWN,
+        r#"{"PublicIP":"192.0.2.11","PublicIPv6":null}"#,
+        etcd.grant(86_400)?,
+    )?;
     let node = lab.node("alder")?;
     let mut agent = node.agent(etcd.flags())?;
     let env = agent.wait_ready(READY_WITHIN)?;

@@ -33,7 +33,9 @@ struct Story {
 impl Story {
     fn begin(lab: &Lab) -> Result<Self> {
         let etcd = Etcd::new(lab)?;
-        etcd.put_config(r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.100.0","Backend":{"Type":"vxlan"}}"#)?;
+        etcd.put_config(
+            r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.100.0","Backend":{"Type":"vxlan"}}"#,
+        )?;
         let node = lab.node("alder")?;
         let mut agent = node.agent(etcd.flags())?;
         let subnet = agent.wait_ready(READY_WITHIN)?.subnet_v4()?;
@@ -178,10 +180,8 @@ fn a_compacted_history_is_caught_up_with_by_reading_all() -> Result<()> {
     story.etcd.stop()?;
     story.etcd.start()?;
     story.node.ns().ip(&["route del prohibit 192.0.2.5"])?;
-    let wanted = VxlanView::wanted(
-        &story.own,
-        &[vtep(S3, "192.0.2.33", M33), vtep(S4, "192.0.2.14", M14)],
-    )?;
+    let wanted =
+        VxlanView::wanted(&story.own, &[vtep(S3, "192.0.2.33", M33), vtep(S4, "192.0.2.14", M14)])?;
     eventually("the changes are caught up with", Duration::from_secs(10), || {
         let view = VxlanView::read(story.node.ns(), "flannel.1")?;
         ensure!(view == wanted, "{view:#?}");

@@ -72,9 +72,11 @@ fn an_endpoint_that_is_a_black_hole_is_passed_over() -> Result<()> {
     agent.wait_ready(Duration::from_secs(10))?;
     let (key, value) = lease(102);
     etcd.put_lease(&key, &value)?;
-    eventually("a peer is there", Duration::from_secs(5), || {
-        Ok(has_peer(&node, 102)?.then_some(()))
-    })
+    eventually(
+        "a peer is there",
+        Duration::from_secs(5),
+        || Ok(has_peer(&node, 102)?.then_some(())),
+    )
     .with_context(|| agent.log())
 }
 

@@ -2,17 +2,12 @@
 
 mod data;
 mod device;
+mod fast_path;
 mod identity;
 mod options;
 mod peers;
 
-use std::{
-    collections::HashMap,
-    fs, io,
-    net::IpAddr,
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::HashMap, fs, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -20,14 +15,16 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
-pub use self::{data::VxlanData, options::VxlanOptions};
+pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
     device::{Device, Family, Step, Target},
+    fast_path::FastPath,
     identity::StateFile,
     peers::{Compiled, Compiler, Tunnel},
 };
 use super::{ApplyReport, Backend, BackendError};
 use crate::{
+    datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes},
     mac::MacAddr,
@@ -63,12 +60,16 @@ pub struct VxlanConfig {
     pub ipv6_network: Option<Ipv6Net>,
     /// Where the MAC survives a reboot.
     pub state_dir: PathBuf,
+    /// The eBPF programs beside the kernel's device.
+    pub fast_path: FastPathConfig,
 }
 
 /// The backend.
 pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
+    fast_path: FastPath,
+    fast_path_config: FastPathConfig,
     devices: Vec<Device>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
@@ -95,7 +96,8 @@ struct Counts {
 impl VxlanBackend {
     /// Opens the sockets; changes nothing yet.
     pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir } = config;
+        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir, fast_path } =
+            config;
         let vni = options.vni;
         let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
             let state = StateFile::new(&state_dir, &name, public);
@@ -119,6 +121,8 @@ impl VxlanBackend {
         Ok(Self {
             options,
             external,
+            fast_path: FastPath::Pending,
+            fast_path_config: fast_path,
             devices,
             targets: HashMap::new(),
             mirror,
@@ -216,7 +220,11 @@ impl VxlanBackend {
     }
 
     /// Runs requests that all have to work.
-    fn run(&mut self, requests: Vec<crate::netlink::socket::Request>, what: &str) -> Result<(), String> {
+    fn run(
+        &mut self,
+        requests: Vec<crate::netlink::socket::Request>,
+        what: &str,
+    ) -> Result<(), String> {
         let outcomes = self.mirror.requests().run(requests);
         let failed = match outcomes {
             Ok(outcomes) => outcomes.into_iter().find_map(Result::err),
@@ -301,7 +309,12 @@ impl VxlanBackend {
         }
     }
 
-    fn pass(&mut self, lease: &Lease, peers: &PeerTable, report: &mut ApplyReport) -> Result<(), String> {
+    fn pass(
+        &mut self,
+        lease: &Lease,
+        peers: &PeerTable,
+        report: &mut ApplyReport,
+    ) -> Result<(), String> {
         self.refresh()?;
         report.changes += self.bring_up_devices()?;
         self.own = self.own_subnets(lease)?;
@@ -320,6 +333,7 @@ impl VxlanBackend {
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
         if plan.changes.is_empty() {
+            self.apply_fast_path(peers, report);
             return Ok(());
         }
         let requests = plan.changes.iter().map(crate::reconciler::Change::request).collect();
@@ -335,8 +349,31 @@ impl VxlanBackend {
                 report.problems.push(format!("cannot {change}: {}", explain(err)));
             }
         }
+        self.apply_fast_path(peers, report);
         // Our own echo, before it is taken for somebody else's work.
         self.refresh()
+    }
+
+    /// The programs come after the kernel's path, which works without them.
+    fn apply_fast_path(&mut self, peers: &PeerTable, report: &mut ApplyReport) {
+        if !peers.synced() {
+            return;
+        }
+        if matches!(self.fast_path, FastPath::Pending) {
+            let name = format!("flannel.{}", self.options.vni);
+            self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
+        }
+        let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
+        let wanted = FastPathWanted {
+            underlay: underlay.into_iter().collect(),
+            vni: self.options.vni,
+            port: self.options.port,
+            peers: fast_path::entries(peers),
+        };
+        match self.fast_path.apply(&wanted) {
+            Ok(changes) => report.changes += changes,
+            Err(problem) => report.problems.push(problem),
+        }
     }
 
     /// Whether the kernel differs from the last pass's wanted state.
@@ -368,8 +405,15 @@ impl Backend for VxlanBackend {
     async fn prepare(&mut self, stored: Option<&LeaseAttributes>) -> Result<(), BackendError> {
         self.refresh().map_err(BackendError::Kernel)?;
         for device in self.devices.iter_mut().filter(|device| device.mac.is_none()) {
-            if self.mirror.tables().link(&device.name).and_then(|link| link.vxlan.as_ref()).is_some()
-            {
+            let tables = self.mirror.tables();
+            let there = tables.link(&device.name).is_some_and(|link| link.vxlan.is_some());
+            // Peers know a device that can stay by its own MAC; one that has to go, or is not
+            // there, by the MAC on record.
+            let stays = device
+                .target(tables, &self.external, &self.options)
+                .and_then(|target| device.step(tables, &target))
+                .map_or(there, |step| !matches!(step, Step::Make { .. }));
+            if stays {
                 continue;
             }
             let data = stored.and_then(|stored| match device.family {
@@ -486,6 +530,7 @@ impl Backend for VxlanBackend {
             "peers_served": self.counts.served,
             "problems": self.counts.problems,
             "routes": tables.routes.len(),
+            "datapath": self.fast_path.status(),
         })
     }
 }

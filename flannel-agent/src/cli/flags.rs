@@ -17,6 +17,9 @@ use super::{
 
 /// Where the control socket is unless a flag says otherwise.
 pub const DEFAULT_CONTROL_SOCKET: &str = "/run/flannel/agent.sock";
+
+/// Where BPF objects are pinned unless told otherwise.
+pub const DEFAULT_BPF_PIN_DIR: &str = "/sys/fs/bpf/flannel";
 /// Where the subnet file is unless a flag says otherwise.
 pub const DEFAULT_SUBNET_FILE: &str = "/run/flannel/subnet.env";
 
@@ -259,7 +262,7 @@ pub struct DatapathFlags {
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub peer_filter: PeerFilter,
     /// Where BPF maps and links are pinned, on a bpf file system.
-    #[arg(long, value_name = "DIR", default_value = "/sys/fs/bpf/flannel")]
+    #[arg(long, value_name = "DIR", default_value = DEFAULT_BPF_PIN_DIR)]
     pub bpf_pin_dir: PathBuf,
 }
 

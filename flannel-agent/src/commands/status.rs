@@ -90,6 +90,12 @@ fn text(status: &Status, now: SystemTime) -> String {
     }
     if !status.backend_type.is_empty() {
         line("backend", &format!("{} {}", status.backend_type, details(&status.backend)));
+        for (name, value) in status.backend.as_object().into_iter().flatten() {
+            // A list is a line per element; objects have lines of their own elsewhere.
+            for element in value.as_array().into_iter().flatten() {
+                line(&format!("  {}", name.trim_end_matches('s')), &details(element));
+            }
+        }
     }
     if let Some(datapath) = &status.datapath {
         let reason = if datapath.reason.is_empty() {
@@ -106,15 +112,16 @@ fn text(status: &Status, now: SystemTime) -> String {
     text
 }
 
-/// A JSON object's members as `key=value`.
+/// A JSON object's plain members as `key=value`.
 fn details(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
         Value::Object(members) => members
             .iter()
-            .map(|(key, value)| match value {
-                Value::String(text) => format!("{key}={text}"),
-                other => format!("{key}={other}"),
+            .filter_map(|(key, value)| match value {
+                Value::Array(_) | Value::Object(_) => None,
+                Value::String(text) => Some(format!("{key}={text}")),
+                other => Some(format!("{key}={other}")),
             })
             .collect::<Vec<_>>()
             .join(" "),

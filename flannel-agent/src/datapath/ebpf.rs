@@ -249,7 +249,7 @@ impl EbpfDatapath {
             "peers": self.known.len(),
             "peers_left_out": self.left_out,
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
-            "pins": self.options.pin_dir.join(&self.options.device),
+            "pins": self.pins.path(),
             "problem": problem,
         })
     }
@@ -339,9 +339,10 @@ impl EbpfDatapath {
             Err(error) => Some(error.to_string()),
         };
         if lost != self.pins_lost {
-            match &lost {
-                Some(problem) => tracing::warn!("eBPF counters will not outlive us: {problem}"),
-                None => tracing::info!("eBPF maps are pinned again"),
+            if let Some(problem) = &lost {
+                tracing::warn!("eBPF counters will not outlive us: {problem}");
+            } else {
+                tracing::info!("eBPF maps are pinned again");
             }
             self.pins_lost = lost;
         }

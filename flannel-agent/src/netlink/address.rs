@@ -34,8 +34,8 @@ impl Address {
             }
         }
         let net = IpNet::new(local.or(other)?, message.header.prefix_len).ok()?;
-        let pending = flags.contains(AddressFlags::Tentative)
-            && !flags.contains(AddressFlags::Optimistic);
+        let pending =
+            flags.contains(AddressFlags::Tentative) && !flags.contains(AddressFlags::Optimistic);
         let usable = !pending && !flags.contains(AddressFlags::Dadfailed);
         Some((Self { link: message.header.index, net }, usable))
     }

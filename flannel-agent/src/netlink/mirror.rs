@@ -252,9 +252,9 @@ impl Mirror {
         if self.tables.routes.contains(&route) {
             return false;
         }
-        self.tables.routes.retain(|old| {
-            old.destination != route.destination || old.metric != route.metric
-        });
+        self.tables
+            .routes
+            .retain(|old| old.destination != route.destination || old.metric != route.metric);
         self.tables.routes.insert(route)
     }
 
@@ -333,10 +333,18 @@ impl Mirror {
         self.requests.dump(address::dump_request(), |message| messages.push(message))?;
         let mut families = vec![];
         families.extend(
-            self.scope.networks.iter().any(|n| matches!(n, IpNet::V4(_))).then_some(AddressFamily::Inet),
+            self.scope
+                .networks
+                .iter()
+                .any(|n| matches!(n, IpNet::V4(_)))
+                .then_some(AddressFamily::Inet),
         );
         families.extend(
-            self.scope.networks.iter().any(|n| matches!(n, IpNet::V6(_))).then_some(AddressFamily::Inet6),
+            self.scope
+                .networks
+                .iter()
+                .any(|n| matches!(n, IpNet::V6(_)))
+                .then_some(AddressFamily::Inet6),
         );
         for family in families {
             self.requests.dump(route::dump_request(family), |message| messages.push(message))?;

@@ -29,6 +29,8 @@ pub struct Metrics {
     pub repairs: Counter,
     /// Times a lease was lost.
     pub leases_lost: Counter,
+    /// 1 while eBPF programs stand beside the kernel's path; 0 if that is alone.
+    pub datapath_ebpf: Gauge,
     /// Seconds since the epoch at which our lease ends; 0 without a lease or an end.
     lease_expiry: Gauge,
     /// Seconds since the epoch of the last pass that left the kernel as wanted.
@@ -61,6 +63,7 @@ impl Metrics {
         r.register("kernel_changes", "Kernel objects changed", self.kernel_changes.clone());
         r.register("repairs", "Foreign changes undone", self.repairs.clone());
         r.register("leases_lost", "Times our lease was lost", self.leases_lost.clone());
+        r.register("datapath_ebpf", "Whether eBPF is in use", self.datapath_ebpf.clone());
         r.register(
             "lease_expiry_timestamp_seconds",
             "When our lease ends unless renewed, 0 if it does not",

@@ -92,7 +92,9 @@ mod tests {
 
     #[test]
     fn keys_are_read_in_any_case() {
-        let options = parse(r#"{"type":"vxlan","vni":7,"port":8500,"Directrouting":true,"mtu":1400,"GBP":true,"learning":true}"#);
+        let options = parse(
+            r#"{"type":"vxlan","vni":7,"port":8500,"Directrouting":true,"mtu":1400,"GBP":true,"learning":true}"#,
+        );
         let wanted = VxlanOptions {
             vni: 7,
             port: 8500,

@@ -85,7 +85,14 @@ impl Compiler {
             let before = compiled.problems.len();
             for tunnel in tunnels {
                 let Some(peer) = Peer::of(tunnel.family, subnets, attributes) else { continue };
-                match self.add(&peer, tunnel, &mut compiled.wanted, &mut holders, &mut ranges, on_link) {
+                match self.add(
+                    &peer,
+                    tunnel,
+                    &mut compiled.wanted,
+                    &mut holders,
+                    &mut ranges,
+                    on_link,
+                ) {
                     Ok(()) => served = true,
                     Err(problem) => compiled.problems.push(problem),
                 }
@@ -218,5 +225,9 @@ fn overlap(a: &IpNet, b: &IpNet) -> bool {
 fn overlapping(ranges: &BTreeMap<IpNet, IpAddr>, subnet: &IpNet) -> Option<(IpNet, IpAddr)> {
     let before = ranges.range(..=*subnet).next_back();
     let after = ranges.range(*subnet..).next();
-    [before, after].into_iter().flatten().find(|(net, _)| overlap(net, subnet)).map(|(n, a)| (*n, *a))
+    [before, after]
+        .into_iter()
+        .flatten()
+        .find(|(net, _)| overlap(net, subnet))
+        .map(|(n, a)| (*n, *a))
 }

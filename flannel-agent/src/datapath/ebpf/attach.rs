@@ -123,9 +123,10 @@ impl Attachments {
         let name = device_name(ifindex).map_err(|error| failed(error.to_string()))?;
         match self.held.remove(&ifindex) {
             Some((_, Hold::Tcx(link))) if attached_by_tcx(&name, id) => {
-                // The pin may be gone with its file system; the link is not.
+                // The pin may be gone with its file system; the link is not. As long as there is
+                // no place for another pin, the descriptor has to do.
                 let path = pins.link(UNDERLAY_INGRESS, ifindex);
-                let changed = !path.exists();
+                let changed = pins.intact() && !path.exists();
                 let link = if changed {
                     FdLink::from(link).pin(path).map_err(|error| failed(chain(&error)))?
                 } else {

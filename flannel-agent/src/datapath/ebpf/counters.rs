@@ -67,8 +67,10 @@ pub fn read_pinned_peers(pin_dir: &Path) -> Result<Value, EbpfError> {
         let pair = pin::PEERS.open(&maps).zip(pin::PEER_COUNTERS.open(&maps));
         let Some((peers, counters)) = pair else { continue };
         found = true;
-        let name = device.file_name().unwrap_or_default().to_string_lossy();
-        rows.extend(rows_of(&name, peers, counters).map_err(|error| EbpfError::map(&error))?);
+        rows.extend(
+            rows_of(&pin::device_of(&device), peers, counters)
+                .map_err(|error| EbpfError::map(&error))?,
+        );
     }
     if found { Ok(Value::Array(rows)) } else { Err(EbpfError::NoPinnedMaps(pin_dir.to_owned())) }
 }
@@ -78,7 +80,7 @@ fn rows_of(device: &str, peers: MapData, counters: MapData) -> Result<Vec<Value>
     let peers: Peers = peers.try_into()?;
     let counters: CounterArray = Map::from_map_data(counters)?.try_into()?;
     let mut rows = Vec::new();
-    for entry in peers.iter() {
+    for entry in &peers {
         let (outer, peer) = entry?;
         rows.push(peer_counters(&counters, &outer, &peer)?);
     }

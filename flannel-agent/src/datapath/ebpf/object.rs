@@ -62,7 +62,7 @@ pub(super) fn check_built() -> Result<(), EbpfError> {
 
 /// Whether this process may load programs and attach them.
 pub(super) fn check_capabilities() -> Result<(), EbpfError> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     // Where there is no /proc, the kernel's own answer to the attempt has to do.
     let missing = effective(&status).map(missing).unwrap_or_default();
     if missing.is_empty() { Ok(()) } else { Err(EbpfError::Capabilities(missing.join(" and "))) }

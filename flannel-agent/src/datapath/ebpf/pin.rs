@@ -2,6 +2,8 @@
 //!
 //! `<pin dir>/<device>/underlay_ingress-<ifindex>` are links, `<pin dir>/<device>/v<schema>/`
 //! holds the maps. Links stand outside of the version, because a new version takes them over.
+//! Such a file system allows no dots in names: `flannel.1` becomes `flannel:1`, and as no
+//! device's name can have a colon, no two devices meet there.
 
 use std::{
     fs::{self, File},
@@ -71,12 +73,11 @@ pub(super) struct PinDirectory {
 impl PinDirectory {
     /// Makes the directories and takes the lock.
     pub(super) fn open(pin_dir: &Path, device: &str) -> Result<Self, EbpfError> {
-        let plain = !device.is_empty() && device != "." && device != ".." && !device.contains('/');
-        if !plain {
+        if device.is_empty() || device.contains(['/', ':']) {
             return Err(EbpfError::DeviceName(device.to_owned()));
         }
         check_bpffs(pin_dir)?;
-        let device = pin_dir.join(device);
+        let device = pin_dir.join(device.replace('.', ":"));
         let maps = maps_in(&device);
         let failed = |reason| EbpfError::Pin { path: maps.clone(), reason };
         fs::create_dir_all(&maps).map_err(failed)?;
@@ -96,6 +97,11 @@ impl PinDirectory {
         ours.is_some()
             && ours == fs::metadata(&self.device).map(identity).ok()
             && self.maps().is_dir()
+    }
+
+    /// The directory.
+    pub(super) fn path(&self) -> &Path {
+        &self.device
     }
 
     /// Where the maps are.
@@ -137,6 +143,11 @@ pub(super) fn remove(path: &Path) -> Result<(), EbpfError> {
         }
         _ => Ok(()),
     }
+}
+
+/// The device whose directory this is.
+pub(super) fn device_of(directory: &Path) -> String {
+    directory.file_name().unwrap_or_default().to_string_lossy().replace(':', ".")
 }
 
 /// Where the maps of a device's directory are.

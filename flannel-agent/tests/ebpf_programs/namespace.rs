@@ -1,0 +1,109 @@
+//! A network of one's own, with a bpf file system of one's own.
+
+use std::{
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+};
+
+use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    net::if_::if_nametoindex,
+    sched::{CloneFlags, unshare},
+};
+
+/// Runs a story in a thread with fresh network and mount namespaces. `v0` and `v1` are the ends
+/// of a cable; the directory is a bpf file system.
+pub fn in_namespace(story: impl FnOnce(&Path) + Send + 'static) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().to_owned();
+    let run = move || {
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS).expect("namespaces: be root");
+        let private = MsFlags::MS_PRIVATE | MsFlags::MS_REC;
+        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).expect("private mounts");
+        mount_bpffs(&path);
+        ip("link set lo up");
+        ip("link add v0 type veth peer name v1");
+        ip("link set v0 up");
+        ip("link set v1 up");
+        story(&path);
+    };
+    if let Err(panic) = thread::spawn(run).join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+pub fn mount_bpffs(path: &Path) {
+    mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), None::<&str>).expect("mounted");
+}
+
+pub fn unmount(path: &Path) {
+    umount2(path, MntFlags::MNT_DETACH).expect("unmounted");
+}
+
+pub fn ip(arguments: &str) {
+    run("ip", arguments);
+}
+
+/// Runs a command that must succeed; returns what it printed.
+pub fn run(program: &str, arguments: &str) -> String {
+    let output = Command::new(program).args(arguments.split(' ')).output().expect(program);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments}: {complaint}");
+    text
+}
+
+pub fn ifindex(name: &str) -> u32 {
+    if_nametoindex(name).expect("a device")
+}
+
+/// The programs at the TCX ingress of a device, in their order.
+pub fn tcx(device: &str) -> Vec<ProgramInfo> {
+    let (_, programs) = SchedClassifier::query_tcx(device, TcAttachType::Ingress).expect("queried");
+    programs
+}
+
+/// The filters at the clsact ingress of a device, as `tc` prints them.
+pub fn filters(device: &str) -> Vec<String> {
+    let text = run("tc", &format!("filter show dev {device} ingress"));
+    text.lines().filter(|line| line.contains("handle")).map(str::to_owned).collect()
+}
+
+/// The object that the agent embeds.
+pub fn object() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bpf/flannel-ebpf")
+}
+
+/// Gives one packet to a program (`BPF_PROG_TEST_RUN`); returns what the program returned.
+pub fn test_run(program: &ProgramInfo, packet: &[u8]) -> i32 {
+    /// The kernel's `union bpf_attr`, member `test`, up to what is used.
+    #[repr(C)]
+    #[derive(Default)]
+    struct TestRun {
+        prog_fd: u32,
+        retval: u32,
+        data_size_in: u32,
+        data_size_out: u32,
+        data_in: u64,
+        data_out: u64,
+        repeat: u32,
+        duration: u32,
+    }
+    const BPF_PROG_TEST_RUN: libc::c_long = 10;
+    let descriptor = program.fd().expect("a descriptor");
+    let mut attributes = TestRun {
+        prog_fd: std::os::fd::AsFd::as_fd(&descriptor).as_raw_fd().cast_unsigned(),
+        data_size_in: u32::try_from(packet.len()).expect("short"),
+        data_in: packet.as_ptr() as u64,
+        ..TestRun::default()
+    };
+    // SAFETY: the kernel reads the packet and the attributes and writes to the attributes.
+    let result = unsafe {
+        libc::syscall(libc::SYS_bpf, BPF_PROG_TEST_RUN, &raw mut attributes, size_of::<TestRun>())
+    };
+    assert_eq!(result, 0, "test run: {}", std::io::Error::last_os_error());
+    attributes.retval.cast_signed()
+}

@@ -1,0 +1,93 @@
+//! One thing of the agent's is changed by somebody else, under the eyes of a strange peer: it is
+//! put right, and both ends still agree.
+
+use std::thread::sleep;
+
+use flannel_lab::prelude::*;
+
+/// How soon what was broken has to work again.
+const SOON: Duration = Duration::from_secs(3);
+
+/// Breaks `flannel.1` by `ip` and `bridge` lines and waits for it to be whole.
+fn heals(ip: &[&str], bridge: &[&str]) -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
+    let (birch, _) = duo.birch_vteps()?;
+    let wanted = duo.wanted(&[birch])?;
+    duo.wait_view(&wanted, SOON)?;
+    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+    duo.alder.ns().ip(ip)?;
+    duo.alder.ns().bridge(bridge)?;
+    duo.wait_view(&wanted, SOON)?;
+    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
+    traffic::wait_reaches(duo.theirs.ns(), duo.ours.v4()?, SOON)?;
+    let link = duo.alder.link("flannel.1")?.context("no device")?;
+    ensure!(link["address"] == mac, "MAC {} instead of {mac}", link["address"]);
+    let lease = duo.own_lease()?["BackendData"]["VtepMAC"].clone();
+    ensure!(lease == mac, "published {lease}, device {mac}");
+    Ok(())
+}
+
+#[test]
+fn the_device_deleted() -> Result<()> {
+    heals(&["link del flannel.1"], &[])
+}
+
+#[test]
+fn a_peers_route_bent_elsewhere() -> Result<()> {
+    heals(&["route replace 10.77.200.0/24 via 192.0.2.1 dev eth0"], &[])
+}
+
+#[test]
+fn a_peers_neighbour_given_another_mac() -> Result<()> {
+    heals(&["neigh replace 10.77.200.0 lladdr 02:de:ad:00:00:01 dev flannel.1 nud permanent"], &[])
+}
+
+#[test]
+fn a_peers_fdb_entry_sent_elsewhere() -> Result<()> {
+    heals(&[], &["fdb replace 02:fa:00:00:04:0c dev flannel.1 dst 192.0.2.99 self permanent"])
+}
+
+#[test]
+fn the_devices_mac_changed() -> Result<()> {
+    heals(&["link set flannel.1 address 02:de:ad:00:00:01"], &[])
+}
+
+#[test]
+fn the_devices_address_removed() -> Result<()> {
+    heals(&["addr flush dev flannel.1 scope global"], &[])
+}
+
+#[test]
+fn five_deletions_in_a_row() -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = Duo::dual(&lab, LocalStore::new(&lab)?)?;
+    for _ in 0..5 {
+        // It may not be back yet from the last time.
+        let _ = duo.alder.ns().ip(&["link del flannel.1"]);
+        let _ = duo.alder.ns().ip(&["link del flannel-v6.1"]);
+        sleep(Duration::from_millis(200));
+    }
+    for address in duo.theirs.addresses() {
+        traffic::wait_reaches(duo.ours.ns(), address, SOON)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_others_put_on_the_device_is_left_alone() -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
+    duo.alder.ns().ip(&[
+        "route add 172.31.0.0/16 via 10.77.200.0 dev flannel.1 onlink",
+        "route add 10.77.250.0/24 via 192.0.2.1 dev eth0",
+        // Makes the agent look at everything.
+        "route del 10.77.200.0/24",
+    ])?;
+    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
+    let routes = duo.alder.ns().ip_json("route show")?;
+    for subnet in ["172.31.0.0/16", "10.77.250.0/24"] {
+        ensure!(routes.iter().any(|route| route["dst"] == subnet), "{subnet} is gone");
+    }
+    Ok(())
+}
