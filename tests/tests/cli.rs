@@ -160,8 +160,7 @@ fn signals_end_it_well_even_while_it_waits() -> Result<()> {
     let mut agent = node.agent(store.flags())?;
     agent.wait_ready(READY_WITHIN)?;
     let file = agent.subnet_file().to_owned();
-    let status =
-        agent.process().stop(nix::sys::signal::Signal::SIGINT, Duration::from_secs(10))?;
+    let status = agent.process().stop(nix::sys::signal::Signal::SIGINT, Duration::from_secs(10))?;
     ensure!(status.code() == Some(0), "{status}");
     ensure!(file.exists() && node.link("flannel.1")?.is_some(), "it took something along");
     Ok(())
