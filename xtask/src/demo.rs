@@ -255,7 +255,7 @@ fn transfers(cluster: &Cluster) -> Vec<String> {
             let what = format!("{} -> {} ({address})", from.name(), to.name());
             match traffic::tcp_transfer(from, to, address, traffic::MIB_16) {
                 Ok(transfer) if transfer.intact && transfer.bytes == traffic::MIB_16 => {
-                    println!("{what}: hash equal, {:.0} ms", transfer.time.as_secs_f64() * 1e3)
+                    println!("{what}: hash equal, {:.0} ms", transfer.time.as_secs_f64() * 1e3);
                 }
                 Ok(transfer) => problems.push(format!("{what}: hash differs: {transfer:?}")),
                 Err(error) => problems.push(format!("{what}: {error:#}")),
