@@ -130,7 +130,11 @@ impl Wanted {
             }
             Via::Link(link) => self.devices.contains(&link),
             // Left by `--ip-blackhole-route` of another subnet; our own subnet's is somebody's wish.
-            Via::Blackhole => !self.own.contains(&route.destination),
+            // One for a whole network is nothing flannel ever makes.
+            Via::Blackhole => {
+                !self.own.contains(&route.destination)
+                    && !self.networks.contains(&route.destination)
+            }
         }
     }
 

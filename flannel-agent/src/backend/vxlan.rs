@@ -470,7 +470,9 @@ impl Backend for VxlanBackend {
         }
         let failed = report.device_problem.is_some()
             || report.problems.iter().any(|problem| problem.starts_with("cannot "));
-        self.next_pass = Instant::now() + if failed { RETRY } else { SAFETY_NET };
+        // Somebody may have changed things while we did: what was heard then is in the mirror.
+        let soon = failed || self.differs();
+        self.next_pass = Instant::now() + if soon { RETRY } else { SAFETY_NET };
         self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
         report
     }

@@ -115,6 +115,7 @@ fn other_peoples_routes_stay() {
         route("10.77.200.0/24", through(2, "192.0.2.1"), 4),
         route("10.77.1.0/24", Via::Link(9), 2),
         route("10.77.1.0/24", Via::Blackhole, 3),
+        route("10.77.0.0/16", Via::Blackhole, 4),
     ];
     let mut tables = Tables::default();
     tables.routes.extend(foreign);
