@@ -140,11 +140,12 @@ fn by_hand(gaps: &Gaps) -> String {
         if matches!(missing, Missing::Compiler { .. }) {
             text.push_str("\n  rustup toolchain install nightly --component rust-src");
         }
-        text += &format!(
+        text.extend([
             "\n  the LLVM development files of the version that `rustc -vV` names (llvm-config in \
-             PATH), then\n  cargo install bpf-linker --version {LINKER_VERSION} \
-             --no-default-features --features llvm-<that version>"
-        );
+             PATH), then\n  cargo install bpf-linker --no-default-features --features llvm-<that \
+             version> --version ",
+            LINKER_VERSION,
+        ]);
     }
     text
 }
