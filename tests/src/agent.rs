@@ -98,7 +98,7 @@ impl Agent {
         let subnet_file = node.path(subnet_file);
         let log = node.dir().join("agent.log");
         // Only this run's words, or a story would find those of the run before it.
-        let number = (1..)
+        let number = (1..1000_u16)
             .find(|n| !log.with_extension(format!("log.{n}")).exists())
             .context("too many agent logs")?;
         if log.exists() {
@@ -260,18 +260,16 @@ impl SubnetEnv {
         for (key, subnet) in [("FLANNEL_SUBNET", subnet), ("FLANNEL_IPV6_SUBNET", subnet_v6)] {
             if let Some(subnet) = subnet {
                 let (base, len) = subnet.split_once('/').context("a subnet without length")?;
-                let gateway = match base.parse::<Ipv4Addr>() {
-                    Ok(base) => Ipv4Addr::from_bits(base.to_bits() + 1).to_string(),
-                    Err(_) => {
-                        let base: Ipv6Addr = base.parse().context("not an address")?;
-                        Ipv6Addr::from_bits(base.to_bits() + 1).to_string()
-                    }
+                let gateway = if let Ok(base) = base.parse::<Ipv4Addr>() {
+                    Ipv4Addr::from_bits(base.to_bits() + 1).to_string()
+                } else {
+                    let base: Ipv6Addr = base.parse().context("not an address")?;
+                    Ipv6Addr::from_bits(base.to_bits() + 1).to_string()
                 };
                 text.extend([key, "=", &gateway, "/", len, "\n"]);
             }
         }
-        text.push_str(&format!("FLANNEL_MTU={mtu}\n"));
-        text.parse()
+        (text + &format!("FLANNEL_MTU={mtu}\n")).parse()
     }
 
     /// The value of a key.

@@ -1,6 +1,9 @@
 //! VXLAN frames built byte for byte from RFC 7348, and taken apart again.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::{
+    fmt::Write as _,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -69,10 +72,12 @@ pub fn checksum(pieces: &[&[u8]]) -> u16 {
             sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
         }
     }
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
+    loop {
+        match u16::try_from(sum) {
+            Ok(sum) => return !sum,
+            Err(_) => sum = (sum & 0xffff) + (sum >> 16),
+        }
     }
-    !(sum as u16)
 }
 
 /// The inner Ethernet frame around an IP packet.
@@ -289,7 +294,11 @@ pub fn difference(got: &[u8], expected: &[u8]) -> Option<String> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 #[cfg(test)]

@@ -18,9 +18,9 @@ use crate::{
 /// A segment of the underlay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Segment {
-    /// 192.0.2.0/24 and 2001:db8:a::/64.
+    /// 192.0.2.0/24 and `2001:db8:a::/64`.
     A,
-    /// 198.51.100.0/24 and 2001:db8:b::/64, behind the router.
+    /// 198.51.100.0/24 and `2001:db8:b::/64`, behind the router.
     B,
 }
 

@@ -9,9 +9,8 @@ fn alive_at_once_ready_when_everything_is_in_place() -> Result<()> {
     let lab = Lab::new()?;
     let store = LocalStore::new(&lab)?;
     let mut agent = lab.node("alder")?.agent(store.flags())?;
-    let alive = eventually("the health port answers", READY_WITHIN, || {
-        agent.get("/healthz").map(Some)
-    })?;
+    let alive =
+        eventually("the health port answers", READY_WITHIN, || agent.get("/healthz").map(Some))?;
     ensure!(alive.status == 200, "{alive:?}");
     // No configuration yet.
     let (ready, why) = agent.readiness()?;
@@ -60,7 +59,10 @@ fn status_and_metrics_say_what_is() -> Result<()> {
     ensure!(status["ready"] == true && status["missing"] == json!([]), "{status:#}");
     ensure!(status["backend_type"] == "vxlan", "{status:#}");
     ensure!(status["lease"]["subnet"] == member.env().subnet_v4()?.as_str(), "{status:#}");
-    ensure!(status["store"]["kind"] == "local" && status["store"]["connected"] == true, "{status:#}");
+    ensure!(
+        status["store"]["kind"] == "local" && status["store"]["connected"] == true,
+        "{status:#}"
+    );
     ensure!(status["external_interface"]["name"] == "eth0", "{status:#}");
     ensure!(status["peers_wanted"] == 1 && status["peers_applied"] == 1, "{status:#}");
     #[expect(clippy::float_cmp, reason = "small whole numbers")]

@@ -157,10 +157,8 @@ fn the_first_subnet_is_never_leased_and_a_full_network_names_its_holders() -> Re
     }
     let config = format!(r#"{{"Network":"10.77.8.0/22",{VXLAN}}}"#);
     let (_node, mut agent) = started(&lab, "alder", &store, &config)?;
-    agent.wait_complaint(
-        &["3", "192.0.2.89", "192.0.2.90", "192.0.2.91"],
-        Duration::from_secs(5),
-    )?;
+    agent
+        .wait_complaint(&["3", "192.0.2.89", "192.0.2.90", "192.0.2.91"], Duration::from_secs(5))?;
     ensure!(store.leases()?.len() == 3, "{:?}", store.leases()?);
     store.delete_lease("10.77.10.0-24")?;
     let env = agent.wait_ready(Duration::from_secs(10))?;

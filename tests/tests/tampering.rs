@@ -34,8 +34,22 @@ fn the_device_deleted() -> Result<()> {
 }
 
 #[test]
-fn a_peers_route_bent_elsewhere() -> Result<()> {
-    heals(&["route replace 10.77.200.0/24 via 192.0.2.1 dev eth0"], &[])
+fn a_peers_subnet_routed_elsewhere_by_somebody_is_told_and_left_until_they_take_it_back()
+-> Result<()> {
+    let lab = Lab::new()?;
+    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
+    let (birch, _) = duo.birch_vteps()?;
+    let wanted = duo.wanted(&[birch])?;
+    duo.alder.ns().ip(&["route replace 10.77.200.0/24 via 192.0.2.1 dev eth0"])?;
+    duo.agent.wait_complaint(&["10.77.200.0/24"], SOON)?;
+    let routes = duo.alder.ns().ip_json("route show 10.77.200.0/24")?;
+    ensure!(routes.len() == 1 && routes[0]["dev"] == "eth0", "their route was touched: {routes:?}");
+    duo.alder.ns().ip(&["route del 10.77.200.0/24"])?;
+    duo.wait_view(&wanted, SOON)?;
+    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON)?;
+    let told = duo.agent.complaints(&["10.77.200.0/24"]);
+    ensure!(told.len() == 1, "told more than once: {told:#?}");
+    Ok(())
 }
 
 #[test]

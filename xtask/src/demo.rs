@@ -180,10 +180,12 @@ fn path_of(member: &Member) -> String {
     let Some(agent) = member.agent() else { return "kernel, made by hand".to_owned() };
     match agent.status() {
         Ok(status) => {
-            let rung = status["datapath"]["rung"].as_str().unwrap_or("kernel").to_owned();
+            let mode = status["datapath"]["mode"].as_str().unwrap_or("kernel");
+            let hook = status["backend"]["datapath"]["programs"]["hook"].as_str();
+            let mode = hook.map_or_else(|| mode.to_owned(), |hook| format!("{mode} by {hook}"));
             match status["datapath"]["reason"].as_str().filter(|reason| !reason.is_empty()) {
-                Some(reason) => format!("{rung} ({reason})"),
-                None => rung,
+                Some(reason) => format!("{mode} ({reason})"),
+                None => mode,
             }
         }
         Err(error) => format!("unknown: {error:#}"),
@@ -253,7 +255,7 @@ fn transfers(cluster: &Cluster) -> Vec<String> {
             let what = format!("{} -> {} ({address})", from.name(), to.name());
             match traffic::tcp_transfer(from, to, address, traffic::MIB_16) {
                 Ok(transfer) if transfer.intact && transfer.bytes == traffic::MIB_16 => {
-                    println!("{what}: hash equal, {:.0} ms", transfer.time.as_secs_f64() * 1e3)
+                    println!("{what}: hash equal, {:.0} ms", transfer.time.as_secs_f64() * 1e3);
                 }
                 Ok(transfer) => problems.push(format!("{what}: hash differs: {transfer:?}")),
                 Err(error) => problems.push(format!("{what}: {error:#}")),
@@ -305,7 +307,13 @@ fn maps(node: &Node) -> Result<()> {
     print!("{pins}");
     for pin in pins.lines() {
         // Programs and links are pinned too; they are no maps and have been listed.
-        let Ok(dump) = node.run(&format!("bpftool map dump pinned {pin}")) else { continue };
+        let Ok(map) = node.run(&format!("bpftool map show pinned {pin}")) else { continue };
+        // A dump of an array shows every element, used or not.
+        if map.contains("array") && max_entries(&map).is_some_and(|entries| entries > 64) {
+            println!("{pin}: one entry for each possible peer; see `flannel-agent peers` below");
+            continue;
+        }
+        let dump = node.run(&format!("bpftool map dump pinned {pin}"))?;
         heading(&format!("{}: bpftool map dump pinned {pin}", node.name()));
         let lines: Vec<_> = dump.lines().collect();
         for line in lines.iter().take(SHOWN) {
@@ -316,6 +324,11 @@ fn maps(node: &Node) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// How many entries a map can have, by what `bpftool map show` prints.
+fn max_entries(shown: &str) -> Option<u64> {
+    shown.split_whitespace().skip_while(|word| *word != "max_entries").nth(1)?.parse().ok()
 }
 
 /// iperf3 for two seconds between the first two nodes.
@@ -387,4 +400,17 @@ fn heading(text: &str) {
 
 fn seconds(since: Instant) -> f64 {
     since.elapsed().as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::max_entries;
+
+    #[test]
+    fn a_maps_size_is_read() {
+        let shown = "7: percpu_array  name PEER_COUNTERS  flags 0x0\n\tkey 4B  value 16B  \
+                     max_entries 16384  memlock 1048B";
+        assert_eq!(max_entries(shown), Some(16_384));
+        assert_eq!(max_entries("Error: get by fd: Invalid argument"), None);
+    }
 }

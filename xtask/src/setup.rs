@@ -123,7 +123,7 @@ fn report() -> String {
     for (word, needs) in [("found", met), ("missing", unmet)] {
         if !needs.is_empty() {
             let names: Vec<_> = needs.iter().map(|need| need.what).collect();
-            text.push_str(&format!("\n{word}: {}", names.join(" ")));
+            text.extend(["\n", word, ": ", &names.join(" ")]);
         }
     }
     text
@@ -134,20 +134,18 @@ fn by_hand(gaps: &Gaps) -> String {
     let mut text =
         "this is no Debian system, so nothing was installed. Install by hand:".to_owned();
     for need in &gaps.tools {
-        text.push_str(&format!(
-            "\n  {} (on Debian it is in the package {})",
-            need.what, need.package
-        ));
+        text.extend(["\n  ", need.what, " (in Debian's package ", need.package, ")"]);
     }
     if let Some(missing) = &gaps.toolchain {
         if matches!(missing, Missing::Compiler { .. }) {
             text.push_str("\n  rustup toolchain install nightly --component rust-src");
         }
-        text.push_str(&format!(
+        text.extend([
             "\n  the LLVM development files of the version that `rustc -vV` names (llvm-config in \
-             PATH), then\n  cargo install bpf-linker --version {LINKER_VERSION} \
-             --no-default-features --features llvm-<that version>"
-        ));
+             PATH), then\n  cargo install bpf-linker --no-default-features --features llvm-<that \
+             version> --version ",
+            LINKER_VERSION,
+        ]);
     }
     text
 }

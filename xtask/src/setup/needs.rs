@@ -43,7 +43,7 @@ const fn need(what: &'static str, package: &'static str, purpose: &'static str) 
 impl Need {
     /// Whether it is there.
     pub fn is_met(&self) -> bool {
-        if self.what.ends_with(".proto") { has_proto(self.what) } else { tool::has(self.what) }
+        if self.what.contains('/') { has_proto(self.what) } else { tool::has(self.what) }
     }
 }
 

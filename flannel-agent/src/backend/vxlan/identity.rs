@@ -4,6 +4,7 @@
 //! is what peers read); this file is for stores that have forgotten us.
 
 use std::{
+    cell::Cell,
     fs,
     io::{self, Write},
     net::IpAddr,
@@ -19,13 +20,15 @@ use crate::mac::MacAddr;
 #[derive(Debug)]
 pub struct StateFile {
     path: PathBuf,
+    /// Whether it was said that the file cannot be written: once is enough.
+    complained: Cell<bool>,
 }
 
 impl StateFile {
     /// The file for a device of the node with this public address.
     pub fn new(dir: &Path, device: &str, public: Option<IpAddr>) -> Self {
         let owner = public.map_or_else(|| "unknown".to_owned(), |ip| ip.to_string());
-        Self { path: dir.join(format!("{device}@{owner}.mac")) }
+        Self { path: dir.join(format!("{device}@{owner}.mac")), complained: Cell::new(false) }
     }
 
     /// The MAC kept there, if it is one.
@@ -52,7 +55,9 @@ impl StateFile {
         if fs::read_to_string(&self.path).is_ok_and(|kept| kept == text) {
             return;
         }
-        if let Err(err) = self.write(&text) {
+        if let Err(err) = self.write(&text)
+            && !self.complained.replace(true)
+        {
             warn!(
                 "cannot keep the VTEP's MAC in {}: {err}; after a reboot without the store peers \
                  have to learn a new one (choose a writable --state-dir)",
