@@ -17,7 +17,7 @@ const MAX_PROGRAMS: usize = 64;
 struct Query {
     target_ifindex: u32,
     attach_type: u32,
-    query_flags: u32,
+    flags: u32,
     attach_flags: u32,
     prog_ids: u64,
     count: u32,
