@@ -9,6 +9,7 @@ mod index;
 mod object;
 mod pin;
 mod tc_filter;
+mod tcx_query;
 
 use std::{collections::BTreeMap, io, net::IpAddr, path::PathBuf};
 

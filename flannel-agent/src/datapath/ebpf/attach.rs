@@ -17,7 +17,7 @@ use super::{
     AttachMode, EbpfError,
     object::{UNDERLAY_INGRESS, chain},
     pin::{self, PinDirectory},
-    tc_filter,
+    tc_filter, tcx_query,
 };
 
 const INGRESS: TcAttachType = TcAttachType::Ingress;
@@ -121,8 +121,15 @@ impl Attachments {
     ) -> Result<bool, EbpfError> {
         let failed = |reason: String| EbpfError::Attach { ifindex, reason };
         let name = device_name(ifindex).map_err(|error| failed(error.to_string()))?;
+        // Not knowing is no reason to touch what is held.
+        let attached = match self.held.get(&ifindex) {
+            Some((_, Hold::Tcx(_))) => tcx_query::is_attached(ifindex, id)
+                .map_err(|error| failed(format!("cannot ask what is attached: {error}")))?,
+            Some((_, Hold::Clsact)) => attached_by_clsact(ifindex, id),
+            None => false,
+        };
         match self.held.remove(&ifindex) {
-            Some((_, Hold::Tcx(link))) if attached_by_tcx(&name, id) => {
+            Some((_, Hold::Tcx(link))) if attached => {
                 // The pin may be gone with its file system; the link is not. As long as there is
                 // no place for another pin, the descriptor has to do.
                 let path = pins.link(UNDERLAY_INGRESS, ifindex);
@@ -135,7 +142,7 @@ impl Attachments {
                 self.held.insert(ifindex, (name, Hold::Tcx(link)));
                 return Ok(changed);
             }
-            Some((_, Hold::Clsact)) if attached_by_clsact(ifindex, id) => {
+            Some((_, Hold::Clsact)) if attached => {
                 self.held.insert(ifindex, (name, Hold::Clsact));
                 return Ok(false);
             }
@@ -217,7 +224,7 @@ fn attach_tcx(
         // device with this number in another network namespace.
         if let Some(link) = updated
             && let taken = program.take_link(link)
-            && attached_by_tcx(name, id)
+            && tcx_query::is_attached(ifindex, id).map_err(ProgramError::IOError)?
         {
             drop(taken?);
             return PinnedLink::from_pin(&path).map_err(|error| other(&error));
@@ -266,11 +273,6 @@ fn clsact_link(name: &str) -> Result<SchedClassifierLink, String> {
     let handle = TcHandle::from(tc_filter::HANDLE);
     SchedClassifierLink::attached(name, INGRESS, tc_filter::PRIORITY, handle, None)
         .map_err(|error| error.to_string())
-}
-
-fn attached_by_tcx(name: &str, id: u32) -> bool {
-    SchedClassifier::query_tcx(name, INGRESS)
-        .is_ok_and(|(_, programs)| programs.iter().any(|program| program.id() == id))
 }
 
 fn attached_by_clsact(ifindex: u32, id: u32) -> bool {
