@@ -6,6 +6,7 @@
 mod attach;
 mod counters;
 mod index;
+mod link;
 mod object;
 mod pin;
 mod tc_filter;

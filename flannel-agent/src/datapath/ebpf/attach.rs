@@ -14,7 +14,7 @@ use aya::programs::{
 use nix::errno::Errno;
 
 use super::{
-    AttachMode, EbpfError,
+    AttachMode, EbpfError, link,
     object::{UNDERLAY_INGRESS, chain},
     pin::{self, PinDirectory},
     tc_filter, tcx_query,
@@ -83,7 +83,7 @@ impl Attachments {
             for ifindex in pins.linked(UNDERLAY_INGRESS) {
                 if !wanted.contains(&ifindex) {
                     changes += 1;
-                    failure = failure.or(pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)).err());
+                    failure = failure.or(link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).err());
                 }
             }
         }
@@ -186,14 +186,13 @@ impl Attachments {
             }
         }
         attach_clsact(program, ifindex, name)?;
-        pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)).map_err(|error| chain(&error))?;
+        link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).map_err(|error| chain(&error))?;
         Ok(Hold::Clsact)
     }
 
     fn release(&mut self, pins: &PinDirectory, ifindex: u32) -> Result<(), EbpfError> {
         match self.held.remove(&ifindex) {
-            // Gone with its last reference.
-            Some((_, Hold::Tcx(_))) => pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)),
+            Some((_, Hold::Tcx(_))) => link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)),
             Some((_, Hold::Clsact)) => {
                 let failed = |reason| EbpfError::Attach { ifindex, reason };
                 // A device that is gone took its filters along.

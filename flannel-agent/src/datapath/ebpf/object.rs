@@ -9,10 +9,6 @@ use aya::{
 
 use super::{EbpfError, pin};
 
-/// Gives the bytes inside it the alignment that the ELF parser asks for.
-#[repr(align(8))]
-struct Aligned<T>(T);
-
 /// The object that the build found.
 static EMBEDDED: Option<&[u8]> = include!(concat!(env!("OUT_DIR"), "/embedded_object.rs"));
 
