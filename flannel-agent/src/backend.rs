@@ -1,5 +1,6 @@
 //! Backends: how packets reach the peers. One trait, one module per backend.
 
+pub mod udp;
 pub mod vxlan;
 
 use async_trait::async_trait;

@@ -9,6 +9,7 @@ use crate::{
     agent::{self, Agent},
     backend::{
         Backend,
+        udp::{UdpBackend, UdpConfig, UdpOptions},
         vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
     },
     cli::{
@@ -194,8 +195,16 @@ async fn open_backend(
             };
             Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
         }
+        "udp" => {
+            let udp = UdpConfig {
+                options: UdpOptions::parse(&config.backend).map_err(failure)?,
+                external,
+                ipv4_network: config.ipv4.map(|settings| settings.network),
+            };
+            Ok(Box::new(UdpBackend::new(udp, metrics).map_err(failure)?))
+        }
         other => Err(Exit::failure(format!(
-            "Backend.Type \"{other}\" is not one of this version's backends: vxlan"
+            "Backend.Type \"{other}\" is not one of this version's backends: vxlan, udp"
         ))),
     }
 }
