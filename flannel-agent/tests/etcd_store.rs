@@ -1,6 +1,6 @@
 //! The etcd subnet manager against a real etcd: the stories of specification §4.
 //!
-//! Needs `etcd` at `/usr/bin/etcd` or where `FLANNEL_TEST_ETCD` says.
+//! Ignored unless asked for: they need `etcd` at `/usr/bin/etcd` or where `FLANNEL_TEST_ETCD` says.
 
 mod etcd_store {
     pub mod access;

@@ -33,6 +33,7 @@ async fn root(etcd: &Etcd) -> etcd_client::Client {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_user_with_short_lived_tokens_leases_watches_and_renews() {
     let etcd = Etcd::empty(&["--auth-token-ttl", "3"]).await;
     etcd.put("config", CONFIG, 0).await;
@@ -56,6 +57,7 @@ async fn a_user_with_short_lived_tokens_leases_watches_and_renews() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn refused_users_get_distinct_messages_without_the_password() {
     let etcd = Etcd::empty(&[]).await;
     etcd.put("config", CONFIG, 0).await;
@@ -141,6 +143,7 @@ async fn first_answer(
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_ca_alone_is_enough_for_tls() {
     let (etcd, dir) = tls_etcd("server", false);
     let answer = first_answer(&etcd, |o| o.cafile = Some(dir.join("ca.crt"))).await;
@@ -165,6 +168,7 @@ async fn a_ca_alone_is_enough_for_tls() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_client_certificate_is_shown_and_missed() {
     let (etcd, dir) = tls_etcd("server", true);
     let answer = first_answer(&etcd, |o| {
@@ -179,6 +183,7 @@ async fn a_client_certificate_is_shown_and_missed() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_certificate_for_another_name_is_named_as_that() {
     let (etcd, dir) = tls_etcd("other", false);
     let answer = first_answer(&etcd, |o| o.cafile = Some(dir.join("ca.crt"))).await;

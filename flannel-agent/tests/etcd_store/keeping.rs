@@ -51,6 +51,7 @@ fn at_home() -> flannel_agent::subnet_manager::LeaseRequest {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn renewal_keeps_the_etcd_lease_alive_without_a_write() {
     let etcd = Etcd::start().await;
     let (manager, _) = etcd.manager_with(|options| {
@@ -69,6 +70,7 @@ async fn renewal_keeps_the_etcd_lease_alive_without_a_write() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_key_moved_to_a_shorter_lease_is_renewed_in_time() {
     let etcd = Etcd::start().await;
     let (manager, _) = etcd.manager_with(|options| options.renew_margin = Duration::from_mins(1));
@@ -86,6 +88,7 @@ async fn a_key_moved_to_a_shorter_lease_is_renewed_in_time() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_deleted_lease_is_lost_and_can_be_had_again() {
     let etcd = Etcd::start().await;
     let manager = etcd.manager();
@@ -102,6 +105,7 @@ async fn a_deleted_lease_is_lost_and_can_be_had_again() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_subnet_that_went_to_somebody_else_is_lost_and_never_overwritten() {
     let etcd = Etcd::start().await;
     let (manager, _) = etcd.manager_with(|options| {
@@ -132,6 +136,7 @@ async fn a_subnet_that_went_to_somebody_else_is_lost_and_never_overwritten() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_loss_during_an_outage_is_found_by_the_resumed_watch() {
     let mut etcd = Etcd::start().await;
     let manager = etcd.manager();
@@ -150,6 +155,7 @@ async fn a_loss_during_an_outage_is_found_by_the_resumed_watch() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn foreign_data_under_our_address_are_put_right() {
     let etcd = Etcd::start().await;
     let manager = etcd.manager();
@@ -169,6 +175,7 @@ async fn foreign_data_under_our_address_are_put_right() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn changed_attributes_are_published_on_the_same_etcd_lease() {
     let etcd = Etcd::start().await;
     let manager = etcd.manager();

@@ -10,6 +10,7 @@ const OURS: &str = "192.0.2.11";
 const MAC: &str = "02:fa:00:00:00:11";
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_lease_is_written_as_flannel_writes_it() {
     let etcd = Etcd::start().await;
     let granted = acquire(&etcd.manager(), &request(OURS, None)).await.unwrap();
@@ -29,6 +30,7 @@ async fn a_lease_is_written_as_flannel_writes_it() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn our_own_lease_is_taken_over_and_renewed() {
     let etcd = Etcd::start().await;
     let old = etcd.grant(100).await;
@@ -49,6 +51,7 @@ async fn our_own_lease_is_taken_over_and_renewed() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn the_previous_subnet_is_used_if_it_is_free_and_fits() {
     let etcd = Etcd::start().await;
     let previous = async |net| {
@@ -60,6 +63,7 @@ async fn the_previous_subnet_is_used_if_it_is_free_and_fits() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn the_previous_subnet_is_not_taken_from_its_new_holder() {
     let etcd = Etcd::start().await;
     let theirs = value("192.0.2.12", "02:fa:00:00:00:12");
@@ -70,6 +74,7 @@ async fn the_previous_subnet_is_not_taken_from_its_new_holder() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_changed_network_gives_a_new_lease_and_the_old_one_back() {
     let etcd = Etcd::start().await;
     let manager = etcd.manager();
@@ -84,6 +89,7 @@ async fn a_changed_network_gives_a_new_lease_and_the_old_one_back() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_reservation_stays_one_in_every_revision() {
     let etcd = Etcd::start().await;
     etcd.put("subnets/10.77.40.0-24", r#"{"PublicIP":"192.0.2.11"}"#, 0).await;
@@ -98,6 +104,7 @@ async fn a_reservation_stays_one_in_every_revision() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn twenty_nodes_at_once_get_twenty_subnets() {
     let etcd = Etcd::empty(&[]).await;
     // Exactly twenty subnets, so that they have to fight for them.
@@ -124,6 +131,7 @@ async fn twenty_nodes_at_once_get_twenty_subnets() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn both_families_are_leased_in_one_key() {
     let etcd = Etcd::empty(&[]).await;
     let config = r#"{"Network":"10.77.0.0/16","EnableIPv6":true,"IPv6Network":"fd00:77::/48"}"#;
@@ -135,6 +143,7 @@ async fn both_families_are_leased_in_one_key() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn junk_under_the_prefix_is_neither_used_nor_fatal() {
     let etcd = Etcd::start().await;
     etcd.put("subnets/foo", "bar", 0).await;
@@ -147,6 +156,7 @@ async fn junk_under_the_prefix_is_neither_used_nor_fatal() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn a_missing_or_unusable_configuration_is_told_apart() {
     let etcd = Etcd::empty(&[]).await;
     let manager = etcd.manager();
@@ -168,6 +178,7 @@ async fn a_missing_or_unusable_configuration_is_told_apart() {
 }
 
 #[tokio::test]
+#[ignore = "needs etcd: cargo xtask test"]
 async fn more_leases_than_fit_in_one_page_are_all_seen() {
     let etcd = Etcd::start().await;
     let mut client = etcd.client().await;
