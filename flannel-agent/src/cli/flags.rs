@@ -249,7 +249,7 @@ pub struct InterfaceFlags {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Data path (vxlan)")]
 pub struct DatapathFlags {
-    /// What carries the packets: the best that works, eBPF or nothing, or the kernel's VXLAN.
+    /// What stands beside the kernel's VXLAN: the best that works, eBPF (an error if it cannot be had), nothing.
     #[arg(long = "datapath", value_name = "MODE", value_enum, default_value_t)]
     pub mode: DatapathMode,
     /// How much of the host's stack known flows skip.
@@ -272,7 +272,7 @@ pub enum DatapathMode {
     /// The best rung that works.
     #[default]
     Auto,
-    /// eBPF; not ready if it cannot be had.
+    /// eBPF; an error in the log if it cannot be had, while the kernel carries on.
     Ebpf,
     /// The kernel's VXLAN device alone.
     Kernel,
