@@ -91,11 +91,13 @@ async fn until_ok<T, F>(
 where
     F: Future<Output = Result<T, StoreError>>,
 {
-    let mut last = String::new();
+    // One cause may show in two ways that alternate: a refused handshake is now an alert, now a
+    // closed connection.
+    let mut told = BTreeSet::new();
     loop {
         match step().await {
             Ok(value) => {
-                if !last.is_empty() {
+                if !told.is_empty() {
                     info!("{what}: no longer waiting");
                 }
                 return Ok(value);
@@ -105,10 +107,10 @@ where
             }
             Err(reason) => {
                 let reason = reason.to_string();
-                if reason != last {
+                state.telemetry.readiness.unmet(condition, reason.clone());
+                if !told.contains(&reason) {
                     warn!("{what}: {reason}; trying again every second");
-                    state.telemetry.readiness.unmet(condition, reason.clone());
-                    last = reason;
+                    told.insert(reason);
                 }
             }
         }

@@ -10,6 +10,8 @@ mod test;
 mod tool;
 mod toolchain;
 
+use std::process::ExitCode;
+
 use clap::{Parser, Subcommand};
 
 /// Tasks of the flannel-agent workspace.
@@ -42,8 +44,18 @@ enum Task {
     Lint,
 }
 
-fn main() -> anyhow::Result<()> {
-    match Arguments::parse().task {
+fn main() -> ExitCode {
+    match run(Arguments::parse().task) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(task: Task) -> anyhow::Result<()> {
+    match task {
         Task::Setup(arguments) => setup::run(&arguments),
         Task::BuildEbpf => build_ebpf::run().map(drop),
         Task::Build { release } => build::run(release),

@@ -141,6 +141,8 @@ impl Suite {
                 command.arg(format!("--test-threads={threads}"));
             }
         }
+        // A story's error says where it stands; its backtrace is the test runner's.
+        command.env("RUST_LIB_BACKTRACE", "0");
         command.env("FLANNEL_AGENT", agent).stderr(Stdio::piped()).stdout(Stdio::piped());
         let (passed, lines) = watch(command)?;
         Ok((passed, lines))
@@ -170,7 +172,7 @@ fn pass_on(stream: impl std::io::Read, show: impl Fn(&str)) -> Vec<String> {
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
         show(&line);
         let plain = line.trim();
-        if plain.starts_with("Summary [") || plain.starts_with("test result:") {
+        if plain.starts_with("Summary [") || line.starts_with("test result:") {
             closing.push(plain.to_owned());
         }
     }
