@@ -6,6 +6,7 @@
 use std::{
     env, fs, io,
     path::{Path, PathBuf},
+    time::SystemTime,
 };
 
 const VARIABLE: &str = "FLANNEL_EBPF_OBJECT";
@@ -22,7 +23,11 @@ fn main() {
             println!("cargo::rerun-if-changed={}", object.display());
             // Only a string can be a path in the source; a path that is none is refused.
             match fs::canonicalize(&object).ok().as_deref().and_then(Path::to_str) {
-                Some(path) => format!("Some(&Aligned(*include_bytes!({path:?})).0)"),
+                // The ELF parser asks for the alignment.
+                Some(path) => format!(
+                    "{{ #[repr(align(8))] struct Aligned<T>(T); \
+                     Some(&Aligned(*include_bytes!({path:?})).0) }}"
+                ),
                 None => return println!("cargo::error=the path {} is not UTF-8", object.display()),
             }
         }
@@ -42,9 +47,14 @@ fn main() {
 /// Has the build run again once the object is there. A path that does not exist would make it
 /// run every time, so this watches the directory in which the object will appear.
 fn watch_for(object: &Path) {
-    if let Some(directory) = object.parent()
-        && fs::create_dir_all(directory).is_ok()
-    {
-        println!("cargo::rerun-if-changed={}", directory.display());
+    let Some(directory) = object.parent() else { return };
+    if !directory.is_dir() {
+        // Changed after this build began, it would make the next one run for nothing.
+        let made = fs::create_dir_all(directory).and_then(|()| fs::File::open(directory));
+        let long_ago = made.and_then(|made| made.set_modified(SystemTime::UNIX_EPOCH));
+        if long_ago.is_err() {
+            return;
+        }
     }
+    println!("cargo::rerun-if-changed={}", directory.display());
 }

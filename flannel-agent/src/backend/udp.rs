@@ -48,7 +48,7 @@ use crate::{
 const OVERHEAD: u32 = 28;
 
 /// How often everything is read anew, in case a notification told less than it should.
-const SAFETY_NET: Duration = Duration::from_secs(60);
+const SAFETY_NET: Duration = Duration::from_mins(1);
 
 /// Pause before another pass when something could not be done.
 const RETRY: Duration = Duration::from_secs(1);

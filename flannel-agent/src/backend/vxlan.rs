@@ -31,7 +31,7 @@ use crate::{
     netlink::{
         link,
         mirror::{Mirror, Scope},
-        route,
+        route::{self, Route, Via},
     },
     peer_table::PeerTable,
     reconciler::Wanted,
@@ -79,6 +79,8 @@ pub struct VxlanBackend {
     on_link: HashMap<IpAddr, Option<u32>>,
     /// The wanted state of the last pass, to tell tampering from our own echo.
     wanted: Option<Wanted>,
+    /// Routes of others where the last pass wanted its own.
+    taken: Vec<Route>,
     own: Vec<(String, IpNet)>,
     /// When to pass again whatever is heard.
     next_pass: Instant,
@@ -130,6 +132,7 @@ impl VxlanBackend {
             metrics,
             on_link: HashMap::new(),
             wanted: None,
+            taken: Vec::new(),
             own: Vec::new(),
             next_pass: Instant::now() + SAFETY_NET,
             repairing: false,
@@ -325,13 +328,15 @@ impl VxlanBackend {
         report.peers_applied = served;
         let plan = wanted.plan(self.mirror.tables());
         self.wanted = Some(wanted);
-        for route in plan.taken {
+        for route in &plan.taken {
             report.problems.push(format!(
-                "the route to peer {} is somebody else's ({:?}): it is left as it is",
-                route.destination, route.via
+                "the route to peer {} is somebody else's ({}): it is left as it is",
+                route.destination,
+                self.way_of(route)
             ));
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
+        self.taken = plan.taken;
         if plan.changes.is_empty() {
             self.apply_fast_path(peers, report);
             return Ok(());
@@ -392,7 +397,23 @@ impl VxlanBackend {
                     })
                 })
         };
-        !self.devices.iter().all(device_right) || !wanted.plan(tables).changes.is_empty()
+        let plan = wanted.plan(tables);
+        !self.devices.iter().all(device_right)
+            || !plan.changes.is_empty()
+            || plan.taken != self.taken
+    }
+
+    /// Where a route leads, in the words of `ip route`.
+    fn way_of(&self, route: &Route) -> String {
+        let dev = |index: u32| {
+            let link = self.mirror.tables().links.get(&index);
+            link.map_or_else(|| format!("interface {index}"), |link| format!("dev {}", link.name))
+        };
+        match route.via {
+            Via::Gateway { link, gateway, .. } => format!("via {gateway} {}", dev(link)),
+            Via::Link(link) => dev(link),
+            Via::Blackhole => "blackhole".to_owned(),
+        }
     }
 }
 

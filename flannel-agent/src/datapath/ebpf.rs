@@ -6,9 +6,11 @@
 mod attach;
 mod counters;
 mod index;
+mod link;
 mod object;
 mod pin;
 mod tc_filter;
+mod tcx_query;
 
 use std::{collections::BTreeMap, io, net::IpAddr, path::PathBuf};
 

@@ -216,6 +216,15 @@ impl Mirror {
             RouteNetlinkMessage::DelAddress(message) => {
                 if let Some((address, _)) = Address::from_message(message) {
                     let known = self.tables.addresses.remove(&address).is_some();
+                    let last = |other: &Address| {
+                        other.link == address.link && matches!(other.net, IpNet::V4(_))
+                    };
+                    // With a link's last IPv4 address its routes go, and that is told by nothing.
+                    if matches!(address.net, IpNet::V4(_))
+                        && !self.tables.addresses.keys().any(last)
+                    {
+                        self.stale = true;
+                    }
                     if !self.has_v4(address.link) {
                         self.forget_flushed(address.link);
                     }

@@ -83,12 +83,12 @@ impl<'a> Packet<'a> {
     }
 
     /// Whether an ICMP error may answer this packet (RFC 1122 §3.2.2): never ICMP itself, a
-    /// fragment but the first, or what came from or goes to more than one host.
+    /// fragment but the first (13 bits of offset), or what came from or goes to more than one host.
     fn may_be_answered(&self) -> bool {
         let (source, destination) = (self.source(), self.destination());
         let several = |ip: Ipv4Addr| ip.is_multicast() || ip.is_broadcast();
         self.bytes[9] != PROTOCOL_ICMP
-            && self.word(6) & 0x1fff == 0
+            && self.word(6).trailing_zeros() >= 13
             && !several(source)
             && !source.is_unspecified()
             && !several(destination)

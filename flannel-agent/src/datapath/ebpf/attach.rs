@@ -14,10 +14,10 @@ use aya::programs::{
 use nix::errno::Errno;
 
 use super::{
-    AttachMode, EbpfError,
+    AttachMode, EbpfError, link,
     object::{UNDERLAY_INGRESS, chain},
     pin::{self, PinDirectory},
-    tc_filter,
+    tc_filter, tcx_query,
 };
 
 const INGRESS: TcAttachType = TcAttachType::Ingress;
@@ -83,7 +83,7 @@ impl Attachments {
             for ifindex in pins.linked(UNDERLAY_INGRESS) {
                 if !wanted.contains(&ifindex) {
                     changes += 1;
-                    failure = failure.or(pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)).err());
+                    failure = failure.or(link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).err());
                 }
             }
         }
@@ -121,8 +121,15 @@ impl Attachments {
     ) -> Result<bool, EbpfError> {
         let failed = |reason: String| EbpfError::Attach { ifindex, reason };
         let name = device_name(ifindex).map_err(|error| failed(error.to_string()))?;
+        // Not knowing is no reason to touch what is held.
+        let attached = match self.held.get(&ifindex) {
+            Some((_, Hold::Tcx(_))) => tcx_query::is_attached(ifindex, id)
+                .map_err(|error| failed(format!("cannot ask what is attached: {error}")))?,
+            Some((_, Hold::Clsact)) => attached_by_clsact(ifindex, id),
+            None => false,
+        };
         match self.held.remove(&ifindex) {
-            Some((_, Hold::Tcx(link))) if attached_by_tcx(&name, id) => {
+            Some((_, Hold::Tcx(link))) if attached => {
                 // The pin may be gone with its file system; the link is not. As long as there is
                 // no place for another pin, the descriptor has to do.
                 let path = pins.link(UNDERLAY_INGRESS, ifindex);
@@ -135,7 +142,7 @@ impl Attachments {
                 self.held.insert(ifindex, (name, Hold::Tcx(link)));
                 return Ok(changed);
             }
-            Some((_, Hold::Clsact)) if attached_by_clsact(ifindex, id) => {
+            Some((_, Hold::Clsact)) if attached => {
                 self.held.insert(ifindex, (name, Hold::Clsact));
                 return Ok(false);
             }
@@ -179,14 +186,13 @@ impl Attachments {
             }
         }
         attach_clsact(program, ifindex, name)?;
-        pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)).map_err(|error| chain(&error))?;
+        link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).map_err(|error| chain(&error))?;
         Ok(Hold::Clsact)
     }
 
     fn release(&mut self, pins: &PinDirectory, ifindex: u32) -> Result<(), EbpfError> {
         match self.held.remove(&ifindex) {
-            // Gone with its last reference.
-            Some((_, Hold::Tcx(_))) => pin::remove(&pins.link(UNDERLAY_INGRESS, ifindex)),
+            Some((_, Hold::Tcx(_))) => link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)),
             Some((_, Hold::Clsact)) => {
                 let failed = |reason| EbpfError::Attach { ifindex, reason };
                 // A device that is gone took its filters along.
@@ -217,7 +223,7 @@ fn attach_tcx(
         // device with this number in another network namespace.
         if let Some(link) = updated
             && let taken = program.take_link(link)
-            && attached_by_tcx(name, id)
+            && tcx_query::is_attached(ifindex, id).map_err(ProgramError::IOError)?
         {
             drop(taken?);
             return PinnedLink::from_pin(&path).map_err(|error| other(&error));
@@ -266,11 +272,6 @@ fn clsact_link(name: &str) -> Result<SchedClassifierLink, String> {
     let handle = TcHandle::from(tc_filter::HANDLE);
     SchedClassifierLink::attached(name, INGRESS, tc_filter::PRIORITY, handle, None)
         .map_err(|error| error.to_string())
-}
-
-fn attached_by_tcx(name: &str, id: u32) -> bool {
-    SchedClassifier::query_tcx(name, INGRESS)
-        .is_ok_and(|(_, programs)| programs.iter().any(|program| program.id() == id))
 }
 
 fn attached_by_clsact(ifindex: u32, id: u32) -> bool {

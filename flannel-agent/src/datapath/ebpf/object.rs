@@ -9,18 +9,15 @@ use aya::{
 
 use super::{EbpfError, pin};
 
-/// Gives the bytes inside it the alignment that the ELF parser asks for.
-#[repr(align(8))]
-struct Aligned<T>(T);
-
 /// The object that the build found.
 static EMBEDDED: Option<&[u8]> = include!(concat!(env!("OUT_DIR"), "/embedded_object.rs"));
 
 /// The program at the underlay's TC ingress.
 pub(super) const UNDERLAY_INGRESS: &str = "underlay_ingress";
 
-/// Capabilities by their bit numbers (linux/capability.h): each, or `CAP_SYS_ADMIN`.
-const NEEDED: [(u32, &str); 2] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN")];
+/// Capabilities by their bit numbers (linux/capability.h): each, or `CAP_SYS_ADMIN`. Without
+/// `CAP_PERFMON` the verifier refuses the variable stack offsets that the compiler makes.
+const NEEDED: [(u32, &str); 3] = [(39, "CAP_BPF"), (12, "CAP_NET_ADMIN"), (38, "CAP_PERFMON")];
 const SYS_ADMIN: u32 = 21;
 
 /// How much of a verifier's complaint fits into a message; the end tells the reason.
@@ -108,10 +105,11 @@ mod tests {
 
     #[test]
     fn missing_capabilities_are_named() {
-        let status = "Name:\tx\nCapPrm:\t0\nCapEff:\t0000000000001000\n";
+        let status = "Name:\tx\nCapPrm:\t0\nCapEff:\t0000004000001000\n";
         assert_eq!(missing(effective(status).expect("a set")), ["CAP_BPF"]);
-        assert_eq!(missing(0), ["CAP_BPF", "CAP_NET_ADMIN"]);
-        assert_eq!(missing(1 << 39 | 1 << 12), [""; 0]);
+        assert_eq!(missing(0), ["CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"]);
+        assert_eq!(missing(1 << 39 | 1 << 12), ["CAP_PERFMON"]);
+        assert_eq!(missing(1 << 39 | 1 << 12 | 1 << 38), [""; 0]);
         assert_eq!(missing(1 << 21), [""; 0]);
         assert_eq!(effective("Name:\tx\n"), None);
     }
