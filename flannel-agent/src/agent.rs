@@ -217,7 +217,7 @@ impl Agent {
                     while let Some(event) = next {
                         match event {
                             StoreEvent::Lost(lost) => {
-                                store_task = self.lost(lost);
+                                store_task = self.lost(&lost);
                                 // What is left in the channel is the old task's.
                                 while events.try_recv().is_ok() {}
                             }
@@ -284,12 +284,13 @@ impl Agent {
 
     /// Stops announcing a lease that is no longer ours and asks for one again: the same subnet if
     /// nobody has it. Forwarding goes on meanwhile.
-    fn lost(&mut self, lost: LeaseLost) -> StoreFuture {
+    fn lost(&mut self, lost: &LeaseLost) -> StoreFuture {
         self.state.telemetry.metrics.leases_lost.inc();
         // Who has it now is told by the store when it is asked for the same subnet again.
-        match &lost.holder {
-            Some(_) => info!("the lease of {} went to another node", lost.subnets),
-            None => warn!("the lease of {} was deleted or ran out", lost.subnets),
+        if lost.holder.is_some() {
+            info!("the lease of {} went to another node", lost.subnets);
+        } else {
+            warn!("the lease of {} was deleted or ran out", lost.subnets);
         }
         self.state
             .telemetry

@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// How long a lease is granted for: 24 hours (specification §4.3).
-const LEASE_TTL: Duration = Duration::from_secs(24 * 60 * 60);
+const LEASE_TTL: Duration = Duration::from_hours(24);
 
 /// How long an agent that is just stopping may keep the subnet file's lock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
@@ -81,7 +81,7 @@ async fn run_until_failure(options: &Options) -> Result<(), Exit> {
         let external = external_interface(options, &config).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
-        let backend = open_backend(options, &config, external, metrics).await?;
+        let backend = open_backend(options, &config, external, metrics)?;
         let agent = Agent::start(
             Rc::clone(&store),
             backend,
@@ -169,7 +169,7 @@ async fn external_interface(
     }
 }
 
-async fn open_backend(
+fn open_backend(
     options: &Options,
     config: &NetworkConfig,
     external: ExternalInterface,

@@ -96,9 +96,8 @@ impl SharedState {
 impl SharedState {
     /// What the BPF maps have counted, by outer address. Empty without eBPF.
     fn counters(&self) -> HashMap<String, Value> {
-        let rows = match read_pinned_peers(&self.pin_dir) {
-            Ok(Value::Array(rows)) => rows,
-            Ok(_) | Err(_) => return HashMap::new(),
+        let Ok(Value::Array(rows)) = read_pinned_peers(&self.pin_dir) else {
+            return HashMap::new();
         };
         let outer = |row: &Value| row.get("outer").and_then(Value::as_str).map(str::to_owned);
         rows.into_iter().filter_map(|row| Some((outer(&row)?, row))).collect()

@@ -39,7 +39,7 @@ use crate::{
 };
 
 /// How often everything is read anew, in case a notification told less than it should.
-const SAFETY_NET: Duration = Duration::from_secs(60);
+const SAFETY_NET: Duration = Duration::from_mins(1);
 
 /// Pause before another pass when something could not be done.
 const RETRY: Duration = Duration::from_secs(1);
@@ -246,7 +246,7 @@ impl VxlanBackend {
             let tables = self.mirror.tables();
             let device = self.devices.iter().find(|device| device.name == name);
             let Some((device, link)) = device.zip(tables.link(&name)) else { continue };
-            let Some(own) = device.address(link.index, subnet) else { continue };
+            let Some(own) = Device::address(link.index, subnet) else { continue };
             let requests = device.address_changes(tables, own);
             changes += requests.len();
             self.run(requests, &format!("set the address of {name}"))?;
@@ -391,8 +391,7 @@ impl VxlanBackend {
             matches!(device.step(tables, &target), Ok(Step::Nothing))
                 && self.own.iter().filter(|(name, _)| *name == device.name).all(|(name, subnet)| {
                     tables.link(name).is_some_and(|link| {
-                        device
-                            .address(link.index, *subnet)
+                        Device::address(link.index, *subnet)
                             .is_some_and(|own| device.address_changes(tables, own).is_empty())
                     })
                 })

@@ -198,12 +198,12 @@ impl Mirror {
                     self.tables.links.insert(link.index, link);
                 }
             }
-            RouteNetlinkMessage::DelLink(message) => {
-                // A port leaving a bridge is told as a deleted link of the bridge family.
-                if message.header.interface_family != AddressFamily::Bridge {
-                    heard.ours = true;
-                    self.forget(message.header.index);
-                }
+            // A port leaving a bridge is told as a deleted link of the bridge family.
+            RouteNetlinkMessage::DelLink(message)
+                if message.header.interface_family != AddressFamily::Bridge =>
+            {
+                heard.ours = true;
+                self.forget(message.header.index);
             }
             RouteNetlinkMessage::NewAddress(message) => {
                 if let Some((address, usable)) = Address::from_message(message) {
@@ -246,10 +246,10 @@ impl Mirror {
                 }
             }
             RouteNetlinkMessage::NewNeighbour(message) => {
-                heard.ours |= self.neighbour(Entry::from_message(message), true);
+                heard.ours |= self.neighbour(Entry::from_message(message).as_ref(), true);
             }
             RouteNetlinkMessage::DelNeighbour(message) => {
-                heard.ours |= self.neighbour(Entry::from_message(message), false);
+                heard.ours |= self.neighbour(Entry::from_message(message).as_ref(), false);
             }
             _ => {}
         }
@@ -267,9 +267,9 @@ impl Mirror {
         self.tables.routes.insert(route)
     }
 
-    fn neighbour(&mut self, entry: Option<Entry>, present: bool) -> bool {
+    fn neighbour(&mut self, entry: Option<&Entry>, present: bool) -> bool {
         match entry {
-            Some(Entry::Neighbour(Neighbour { link, ip, mac }, permanent)) => {
+            Some(&Entry::Neighbour(Neighbour { link, ip, mac }, permanent)) => {
                 if !self.is_ours(link) {
                     return false;
                 }
@@ -279,10 +279,10 @@ impl Mirror {
                     self.tables.neighbours.remove(&(link, ip)).is_some()
                 }
             }
-            Some(Entry::Unresolved(link, ip)) => {
+            Some(&Entry::Unresolved(link, ip)) => {
                 self.tables.neighbours.remove(&(link, ip)).is_some()
             }
-            Some(Entry::Forwarding(Forwarding { link, mac, remote }, permanent)) => {
+            Some(&Entry::Forwarding(Forwarding { link, mac, remote }, permanent)) => {
                 if !self.is_ours(link) {
                     return false;
                 }

@@ -339,7 +339,7 @@ fn the_capabilities_that_are_asked_for_suffice() {
             assert_eq!(second.apply(&underlay).expect("applied"), 0, "it stands");
             assert_eq!(link_id(&path), link);
         };
-        std::thread::spawn(agent).join().expect("an agent without CAP_SYS_ADMIN");
+        thread::spawn(agent).join().expect("an agent without CAP_SYS_ADMIN");
         assert_eq!(ids("v1").len(), 1);
     });
 }

@@ -198,7 +198,7 @@ impl Device {
 
     /// The address this device carries for a subnet: its base with a full-length prefix, so that
     /// no broadcast or connected route comes with it.
-    pub fn address(&self, link: u32, subnet: IpNet) -> Option<Address> {
+    pub fn address(link: u32, subnet: IpNet) -> Option<Address> {
         let net = IpNet::new(subnet.network(), subnet.max_prefix_len()).ok()?;
         Some(Address { link, net })
     }
