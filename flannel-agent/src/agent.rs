@@ -92,6 +92,9 @@ where
     F: Future<Output = Result<T, StoreError>>,
 {
     let mut last = String::new();
+    // Reasons can take turns: a refused handshake is heard of now as refusal, now as a closed
+    // connection.
+    let mut told = BTreeSet::new();
     loop {
         match step().await {
             Ok(value) => {
@@ -106,7 +109,9 @@ where
             Err(reason) => {
                 let reason = reason.to_string();
                 if reason != last {
-                    warn!("{what}: {reason}; trying again every second");
+                    if told.insert(reason.clone()) {
+                        warn!("{what}: {reason}; trying again every second");
+                    }
                     state.telemetry.readiness.unmet(condition, reason.clone());
                     last = reason;
                 }

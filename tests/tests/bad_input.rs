@@ -163,9 +163,10 @@ fn certificates_that_do_not_fit_are_said() -> Result<()> {
         agent
             .wait_complaint_or_exit(&["certificate"], Duration::from_secs(10))
             .with_context(|| format!("{extra:?}"))?;
-        std::thread::sleep(Duration::from_secs(2));
+        // The server's refusal and the connection's end come as two reasons, in either order.
+        std::thread::sleep(Duration::from_secs(4));
         let lines = agent.complaints(&["192.0.2.5"]);
-        ensure!(lines.len() <= 1, "a line per try: {lines:#?}");
+        ensure!(lines.len() <= 2, "a line per try: {lines:#?}");
         agent.kill()?;
     }
     // A file that is none ends it.
