@@ -74,7 +74,8 @@ impl LossMeter {
         let socket = to.within(move || {
             let socket = UdpSocket::bind(SocketAddr::new(address, 0))
                 .with_context(|| format!("cannot listen on {address}"))?;
-            setsockopt(&socket, sockopt::RcvBuf, &(4 << 20))?;
+            // Beyond the system's limit: seconds of the stream, however late its reader is run.
+            setsockopt(&socket, sockopt::RcvBufForce, &(4 << 20))?;
             socket.set_read_timeout(Some(Duration::from_millis(50)))?;
             Ok(socket)
         })?;
@@ -134,7 +135,8 @@ fn send(target: SocketAddr, stop: &AtomicBool) -> Result<u64> {
         // A refusal (no route, say) is a lost packet, which is what is measured.
         let _ = socket.send_to(&sequence.to_be_bytes(), target);
         sequence += 1;
-        due += INTERVAL;
+        // Late by the machine's fault: go on from now, a burst would measure queues.
+        due = (due + INTERVAL).max(Instant::now());
         thread::sleep(due.saturating_duration_since(Instant::now()));
     }
     Ok(sequence)
