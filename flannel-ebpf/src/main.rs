@@ -2,6 +2,7 @@
 //! what a packet is, is decided in `flannel-common`.
 #![no_std]
 #![no_main]
+#![expect(clippy::inline_always, reason = "a call costs a stack frame of 512 bytes in all")]
 
 mod maps;
 mod underlay_ingress;
@@ -10,6 +11,7 @@ use aya_ebpf::{macros::classifier, programs::TcContext};
 
 /// Underlay device, TC ingress: counts the packets of the tunnel. Never ends the chain.
 #[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
 }

@@ -22,7 +22,7 @@ use crate::maps;
 /// "Next": whoever else is at this hook has a say, and then the kernel.
 const NEXT: i32 = TC_ACT_UNSPEC;
 
-/// `PACKET_OTHERHOST` (linux/if_packet.h): the frame was sent to another host's MAC.
+/// `PACKET_OTHERHOST` (`linux/if_packet.h`): the frame was sent to another host's MAC.
 const OTHER_HOST: u32 = 3;
 
 /// At most one log line a second.
@@ -41,16 +41,15 @@ pub fn run(ctx: &TcContext) -> i32 {
     let outcome = match outer::recognise(&Skb(ctx), config) {
         Seen::Other => return NEXT,
         Seen::Odd(outcome) => outcome,
-        Seen::Tunnel { source } => match peer_index(&source) {
-            Some(index) => {
+        Seen::Tunnel { source } => {
+            if let Some(index) = peer_index(&source) {
                 count(&maps::PEER_COUNTERS, index, ctx);
                 Outcome::FromPeer
-            }
-            None => {
+            } else {
                 log_unknown(ctx, &source);
                 Outcome::UnknownSource
             }
-        },
+        }
     };
     count(&maps::OUTCOMES, outcome.index(), ctx);
     NEXT
@@ -90,11 +89,10 @@ fn log_unknown(ctx: &TcContext, source: &OuterAddress) {
         return;
     }
     *last = now;
-    match source.v4() {
-        Some(v4) => {
-            info!(ctx, "tunnel packet from {:i}, which is no peer", u32::from_be_bytes(v4));
-        }
-        None => info!(ctx, "tunnel packet from {:i}, which is no peer", source.octets),
+    if let Some(v4) = source.v4() {
+        info!(ctx, "tunnel packet from {:i}, which is no peer", u32::from_be_bytes(v4));
+    } else {
+        info!(ctx, "tunnel packet from {:i}, which is no peer", source.octets);
     }
 }
 
@@ -103,6 +101,7 @@ struct Skb<'a>(&'a TcContext);
 
 impl Packet for Skb<'_> {
     #[inline(always)]
+    #[expect(clippy::cast_possible_truncation, reason = "N is the length of a header")]
     fn bytes<const N: usize>(&self, offset: u32) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         // SAFETY: the helper writes N bytes to a buffer of N bytes, or fails.

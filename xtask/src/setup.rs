@@ -23,7 +23,8 @@ const LINKER_VERSION: &str = "0.13.0";
 const LINKER_LLVM: std::ops::RangeInclusive<u32> = 21..=23;
 
 /// The compiler as Debian has it, with a prebuilt `core` for BPF.
-const COMPILER_PACKAGES: [&str; 3] = ["rustc-web", "cargo-web", "libstd-rust-web-dev-bpf"];
+const COMPILER_PACKAGES: [&str; 4] =
+    ["rustc-web", "cargo-web", "libstd-rust-web-dev-bpf", "rust-web-clippy"];
 
 /// Arguments of `setup`.
 #[derive(clap::Args)]
