@@ -25,14 +25,23 @@ use crate::{
 /// `RTPROT_KERNEL`: routes the kernel makes for addresses.
 const KERNEL_PROTOCOL: u8 = 2;
 
+/// The metric of a route that was made without one.
+const fn default_metric(destination: &IpNet) -> u32 {
+    match destination {
+        IpNet::V4(_) => 0,
+        // IP6_RT_PRIO_USER
+        IpNet::V6(_) => 1024,
+    }
+}
+
 /// What the kernel is to have of routes, neighbours and forwarding entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// Where each peer's subnet leads.
     pub routes: BTreeMap<IpNet, Via>,
-    /// Gateways that mark a route on another link as ours although it lacks our protocol: peers'
-    /// public addresses, as flanneld routes to them.
-    pub gateways: BTreeSet<IpAddr>,
+    /// Peers' public addresses. A route to the peer's subnet through it is ours although it lacks
+    /// our protocol: flanneld's direct route.
+    pub direct: BTreeMap<IpNet, IpAddr>,
     /// Permanent neighbours on our devices.
     pub neighbours: HashMap<(u32, IpAddr), MacAddr>,
     /// Permanent forwarding entries on our devices.
@@ -80,12 +89,13 @@ impl Change {
     /// Whether the kernel's answer means that things are as wanted: what was to go is gone.
     pub fn worked(&self, outcome: &io::Result<()>) -> bool {
         let Err(err) = outcome else { return true };
-        let removal = matches!(
-            self,
-            Self::RemoveRoute(_) | Self::RemoveNeighbour(_) | Self::RemoveForwarding(_)
-        );
         let gone = matches!(err.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::ENODEV));
-        removal && gone
+        self.is_removal() && gone
+    }
+
+    /// Whether something is to go.
+    pub fn is_removal(&self) -> bool {
+        matches!(self, Self::RemoveRoute(_) | Self::RemoveNeighbour(_) | Self::RemoveForwarding(_))
     }
 }
 
@@ -117,25 +127,43 @@ impl Wanted {
     }
 
     /// Whether a route is one that this agent or a flanneld before it made.
+    ///
+    /// Our protocol number alone does not tell: another agent on this host, for another network,
+    /// uses it as well.
     fn ours(&self, route: &Route) -> bool {
-        if route.protocol == OUR_PROTOCOL {
-            return true;
-        }
-        if route.protocol == KERNEL_PROTOCOL || !self.inside(&route.destination) {
+        if route.protocol == KERNEL_PROTOCOL {
             return false;
         }
+        let inside = self.inside(&route.destination);
+        let tagged = route.protocol == OUR_PROTOCOL;
         match route.via {
-            Via::Gateway { link, gateway, .. } => {
-                self.devices.contains(&link) || self.gateways.contains(&gateway)
+            // Of another time's network too, if it looks as only flannel's routes do.
+            Via::Gateway { link, gateway, onlink } if self.devices.contains(&link) => {
+                inside || tagged || (onlink && gateway == route.destination.network())
             }
-            Via::Link(link) => self.devices.contains(&link),
-            // Left by `--ip-blackhole-route` of another subnet; our own subnet's is somebody's wish.
-            // One for a whole network is nothing flannel ever makes.
+            Via::Link(link) if self.devices.contains(&link) => inside || tagged,
+            Via::Gateway { gateway, .. } => {
+                inside && (tagged || self.direct.get(&route.destination) == Some(&gateway))
+            }
+            Via::Link(_) => inside && tagged,
+            // Left by `--ip-blackhole-route` of another subnet; our own subnet's and the whole
+            // network's are somebody's wish.
             Via::Blackhole => {
-                !self.own.contains(&route.destination)
-                    && !self.networks.contains(&route.destination)
+                inside
+                    && (tagged
+                        || !(self.own.contains(&route.destination)
+                            || self.networks.contains(&route.destination)))
             }
         }
+    }
+
+    /// Whether a route does what is wanted and will be known as ours when it no longer is.
+    fn right(&self, route: &Route, via: &Via) -> bool {
+        let on_ours = match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) => self.devices.contains(&link),
+            Via::Blackhole => false,
+        };
+        route.via == *via && (on_ours || route.protocol == OUR_PROTOCOL)
     }
 
     /// Compares with the kernel's tables.
@@ -153,20 +181,17 @@ impl Wanted {
             neighbours.map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
         );
 
-        let mut there: HashMap<IpNet, Vec<&Route>> = HashMap::new();
-        for route in &tables.routes {
-            there.entry(route.destination).or_default().push(route);
-        }
         for (destination, via) in &self.routes {
-            let routes = there.get(destination).map_or(&[][..], Vec::as_slice);
-            if routes.iter().any(|route| route.via == *via) {
+            if tables.routes_to(destination).any(|route| self.right(route, via)) {
                 continue;
             }
-            if let Some(foreign) = routes.iter().find(|route| !self.ours(route)) {
-                plan.taken.push(**foreign);
+            let ours = tables.routes_to(destination).find(|route| self.ours(route));
+            let metric = ours.map_or_else(|| default_metric(destination), |route| route.metric);
+            let before_ours = |route: &&Route| route.metric <= metric && !self.ours(route);
+            if let Some(foreign) = tables.routes_to(destination).find(before_ours) {
+                plan.taken.push(*foreign);
                 continue;
             }
-            let metric = routes.first().map_or(0, |route| route.metric);
             changes.push(Change::SetRoute(Route {
                 destination: *destination,
                 via: *via,

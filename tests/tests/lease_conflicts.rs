@@ -40,11 +40,13 @@ fn wait_moved(etcd: &Etcd, node: &Node, agent: &Agent, within: Duration) -> Resu
     let lease = leases.get(&subnet.replace('/', "-")).with_context(|| format!("{leases:?}"))?;
     ensure!(lease["PublicIP"] == "192.0.2.11", "{lease}");
     let base = subnet.split('/').next().unwrap_or_default();
-    let view = VxlanView::read(node.ns(), "flannel.1")?;
-    ensure!(view.addresses == [format!("{base}/32")].into(), "{view:#?}");
     // Its old subnet is a peer's now.
-    ensure!(view.routes == [("10.77.1.0/24".into(), "10.77.1.0".into())].into(), "{view:#?}");
-    Ok(())
+    eventually("the device is the new subnet's", Duration::from_secs(2), || {
+        let view = VxlanView::read(node.ns(), "flannel.1")?;
+        ensure!(view.addresses == [format!("{base}/32")].into(), "{view:#?}");
+        ensure!(view.routes == [("10.77.1.0/24".into(), "10.77.1.0".into())].into(), "{view:#?}");
+        Ok(Some(()))
+    })
 }
 
 fn assert_birch_keeps_it(etcd: &Etcd, since: i64) -> Result<()> {

@@ -34,7 +34,7 @@ use crate::{
         route::{self, Route, Via},
     },
     peer_table::PeerTable,
-    reconciler::Wanted,
+    reconciler::{Change, Wanted},
     telemetry::metrics::Metrics,
 };
 
@@ -43,6 +43,9 @@ const SAFETY_NET: Duration = Duration::from_mins(1);
 
 /// Pause before another pass when something could not be done.
 const RETRY: Duration = Duration::from_secs(1);
+
+/// Pause in which changes of the host's routes gather before peers' ways are looked up again.
+const SETTLE: Duration = Duration::from_millis(20);
 
 /// Passes over the devices in one go: make, change, look.
 const DEVICE_PASSES: usize = 4;
@@ -84,6 +87,8 @@ pub struct VxlanBackend {
     own: Vec<(String, IpNet)>,
     /// When to pass again whatever is heard.
     next_pass: Instant,
+    /// Whether that pass is to distrust the mirror.
+    read_anew: bool,
     /// Whether the pass to come mends what somebody else changed.
     repairing: bool,
     counts: Counts,
@@ -135,6 +140,7 @@ impl VxlanBackend {
             taken: Vec::new(),
             own: Vec::new(),
             next_pass: Instant::now() + SAFETY_NET,
+            read_anew: true,
             repairing: false,
             counts: Counts::default(),
         })
@@ -151,27 +157,28 @@ impl VxlanBackend {
         Ok(())
     }
 
-    /// Brings all devices to their targets. Returns how much was changed.
-    fn bring_up_devices(&mut self) -> Result<usize, String> {
-        let mut changes = 0;
+    /// Brings all devices to their targets, each whatever becomes of the other. Returns how much
+    /// was changed and what is wrong.
+    fn bring_up_devices(&mut self) -> (usize, Vec<String>) {
+        let (mut changes, mut wrong) = (0, Vec::new());
         for at in 0..self.devices.len() {
-            let mut right = false;
-            for _ in 0..DEVICE_PASSES {
-                if self.step_device(at)? {
-                    right = true;
-                    break;
-                }
-                changes += 1;
-                self.refresh()?;
-            }
-            if !right {
-                return Err(format!(
-                    "device {} does not stay as it is set: something else keeps changing it",
-                    self.devices[at].name
-                ));
-            }
+            wrong.extend(self.bring_up_device(at, &mut changes).err());
         }
-        Ok(changes)
+        (changes, wrong)
+    }
+
+    fn bring_up_device(&mut self, at: usize, changes: &mut usize) -> Result<(), String> {
+        for _ in 0..DEVICE_PASSES {
+            if self.step_device(at)? {
+                return Ok(());
+            }
+            *changes += 1;
+            self.refresh()?;
+        }
+        Err(format!(
+            "device {} does not stay as it is set: something else keeps changing it",
+            self.devices[at].name
+        ))
     }
 
     /// One step for one device. Returns whether nothing was left to do.
@@ -235,23 +242,49 @@ impl VxlanBackend {
         };
         match failed {
             None => Ok(()),
-            Some(err) => Err(format!("cannot {what}: {}", explain(&err))),
+            Some(err) => Err(format!("cannot {what}: {}", self.explain(&err))),
         }
     }
 
-    /// Our addresses on the devices. Returns how much was changed.
-    fn set_addresses(&mut self) -> Result<usize, String> {
-        let mut changes = 0;
+    /// The kernel's word, with what it usually means.
+    fn explain(&self, err: &io::Error) -> String {
+        let port = self.options.port;
+        match err.raw_os_error() {
+            Some(libc::EPERM) => format!("{err}: the agent needs CAP_NET_ADMIN"),
+            Some(libc::EOPNOTSUPP) => format!("{err}: does this kernel have vxlan?"),
+            Some(libc::EADDRINUSE) => format!(
+                "UDP port {port} is in use by another program (`ss -lunp sport = :{port}` names \
+                 it); stop that or set another Backend.Port on all nodes"
+            ),
+            _ => err.to_string(),
+        }
+    }
+
+    /// Another pass shortly, on what the mirror has.
+    fn pass_within(&mut self, time: Duration) {
+        let due = Instant::now() + time;
+        if due < self.next_pass {
+            self.next_pass = due;
+            self.read_anew = false;
+        }
+    }
+
+    /// Our addresses on the devices. Returns how much was changed and what is wrong.
+    fn set_addresses(&mut self) -> (usize, Vec<String>) {
+        let (mut changes, mut wrong) = (0, Vec::new());
         for (name, subnet) in self.own.clone() {
             let tables = self.mirror.tables();
             let device = self.devices.iter().find(|device| device.name == name);
             let Some((device, link)) = device.zip(tables.link(&name)) else { continue };
             let Some(own) = Device::address(link.index, subnet) else { continue };
             let requests = device.address_changes(tables, own);
-            changes += requests.len();
-            self.run(requests, &format!("set the address of {name}"))?;
+            let count = requests.len();
+            match self.run(requests, &format!("set the address of {name}")) {
+                Ok(()) => changes += count,
+                Err(problem) => wrong.push(problem),
+            }
         }
-        Ok(changes)
+        (changes, wrong)
     }
 
     fn own_subnets(&self, lease: &Lease) -> Result<Vec<(String, IpNet)>, String> {
@@ -268,12 +301,19 @@ impl VxlanBackend {
         Ok(own)
     }
 
+    /// The devices that can be filled: right, or right but for what the underlay lacks just now.
     fn tunnels(&self) -> Vec<Tunnel> {
         let tables = self.mirror.tables();
         let tunnel = |(name, own): &(String, IpNet)| {
             let device = self.devices.iter().find(|device| device.name == *name)?;
-            let link = tables.link(name)?.index;
-            Some(Tunnel { family: device.family, link, own: *own, network: device.network })
+            let link = tables.link(name)?;
+            let vxlan = link.vxlan.as_ref()?;
+            (vxlan.vni == self.options.vni).then_some(Tunnel {
+                family: device.family,
+                link: link.index,
+                own: *own,
+                network: device.network,
+            })
         };
         self.own.iter().filter_map(tunnel).collect()
     }
@@ -319,9 +359,13 @@ impl VxlanBackend {
         report: &mut ApplyReport,
     ) -> Result<(), String> {
         self.refresh()?;
-        report.changes += self.bring_up_devices()?;
+        let (changes, mut wrong) = self.bring_up_devices();
+        report.changes += changes;
         self.own = self.own_subnets(lease)?;
-        report.changes += self.set_addresses()?;
+        let (changes, problems) = self.set_addresses();
+        report.changes += changes;
+        wrong.extend(problems);
+        report.problems.extend(self.mtu_problem());
         self.refresh()?;
         let Compiled { wanted, problems, served } = self.compile(peers);
         report.problems.extend(problems);
@@ -330,33 +374,48 @@ impl VxlanBackend {
         self.wanted = Some(wanted);
         for route in &plan.taken {
             report.problems.push(format!(
-                "the route to peer {} is somebody else's ({}): it is left as it is",
+                "the route {} {} is not ours: it stays, and peer {0} is not reached by the tunnel",
                 route.destination,
                 self.way_of(route)
             ));
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
         self.taken = plan.taken;
-        if plan.changes.is_empty() {
-            self.apply_fast_path(peers, report);
-            return Ok(());
+        if !plan.changes.is_empty() {
+            self.make(&plan.changes, report)?;
         }
-        let requests = plan.changes.iter().map(crate::reconciler::Change::request).collect();
+        self.apply_fast_path(peers, report);
+        if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
+    }
+
+    fn make(&mut self, changes: &[Change], report: &mut ApplyReport) -> Result<(), String> {
+        let requests = changes.iter().map(Change::request).collect();
         let outcomes = self
             .mirror
             .requests()
             .run(requests)
             .map_err(|err| format!("cannot talk to the kernel: {err}"))?;
-        for (change, outcome) in plan.changes.iter().zip(&outcomes) {
+        for (change, outcome) in changes.iter().zip(&outcomes) {
             if change.worked(outcome) {
                 report.changes += 1;
             } else if let Err(err) = outcome {
-                report.problems.push(format!("cannot {change}: {}", explain(err)));
+                report.problems.push(format!("cannot {change}: {}", self.explain(err)));
+                let missing = usize::from(!change.is_removal());
+                report.peers_applied = report.peers_applied.saturating_sub(missing);
             }
         }
-        self.apply_fast_path(peers, report);
         // Our own echo, before it is taken for somebody else's work.
         self.refresh()
+    }
+
+    /// The configuration may ask for more than the underlay carries.
+    fn mtu_problem(&self) -> Option<String> {
+        let parent = self.mirror.tables().link(&self.external.name)?;
+        let asked = self.options.mtu.filter(|mtu| *mtu > parent.mtu)?;
+        Some(format!(
+            "Backend.MTU {asked} is more than external interface {} carries: {} is used",
+            parent.name, parent.mtu
+        ))
     }
 
     /// The programs come after the kernel's path, which works without them.
@@ -443,7 +502,8 @@ impl Backend for VxlanBackend {
             let published = data.and_then(|data| VxlanData::parse(data).ok());
             device.mac = published.map(|data| data.vtep_mac).or_else(|| device.state.read());
         }
-        self.bring_up_devices().map(drop).map_err(BackendError::Kernel)
+        let (_, wrong) = self.bring_up_devices();
+        if wrong.is_empty() { Ok(()) } else { Err(BackendError::Kernel(wrong.join("; "))) }
     }
 
     fn attributes(&self) -> LeaseAttributes {
@@ -490,9 +550,13 @@ impl Backend for VxlanBackend {
         }
         let failed = report.device_problem.is_some()
             || report.problems.iter().any(|problem| problem.starts_with("cannot "));
+        self.next_pass = Instant::now() + if failed { RETRY } else { SAFETY_NET };
+        self.read_anew = true;
         // Somebody may have changed things while we did: what was heard then is in the mirror.
-        let soon = failed || self.differs();
-        self.next_pass = Instant::now() + if soon { RETRY } else { SAFETY_NET };
+        if !failed && self.differs() {
+            self.repairing = true;
+            self.pass_within(SETTLE);
+        }
         self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
         report
     }
@@ -503,7 +567,9 @@ impl Backend for VxlanBackend {
             tokio::select! {
                 () = self.mirror.readable() => {}
                 () = tokio::time::sleep_until(due) => {
-                    self.mirror.distrust();
+                    if self.read_anew {
+                        self.mirror.distrust();
+                    }
                     return;
                 }
             }
@@ -511,7 +577,7 @@ impl Backend for VxlanBackend {
                 Ok(heard) => {
                     if heard.routing && self.options.direct_routing {
                         self.on_link.clear();
-                        return;
+                        self.pass_within(SETTLE);
                     }
                     if heard.ours && self.differs() {
                         self.repairing = true;
@@ -554,14 +620,5 @@ impl Backend for VxlanBackend {
             "routes": tables.routes.len(),
             "datapath": self.fast_path.status(),
         })
-    }
-}
-
-/// The kernel's word, with what it usually means.
-fn explain(err: &io::Error) -> String {
-    match err.raw_os_error() {
-        Some(libc::EPERM) => format!("{err}: the agent needs CAP_NET_ADMIN"),
-        Some(libc::EOPNOTSUPP) => format!("{err}: does this kernel have vxlan?"),
-        _ => err.to_string(),
     }
 }

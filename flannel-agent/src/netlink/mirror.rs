@@ -47,7 +47,7 @@ pub struct Tables {
     pub links: BTreeMap<u32, Link>,
     /// All addresses of all links; the value says whether the address is usable yet.
     pub addresses: BTreeMap<Address, bool>,
-    /// Routes of the main table inside our networks, or marked ours.
+    /// Routes of the main table inside our networks, on our devices, or marked ours.
     pub routes: BTreeSet<Route>,
     /// Permanent neighbours on our devices.
     pub neighbours: HashMap<(u32, IpAddr), MacAddr>,
@@ -60,6 +60,18 @@ impl Tables {
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
     }
+
+    /// The routes to exactly this destination.
+    pub fn routes_to(&self, destination: &IpNet) -> impl Iterator<Item = &Route> {
+        let destination = *destination;
+        let least = Route {
+            destination,
+            via: Via::Gateway { link: 0, gateway: [0; 4].into(), onlink: false },
+            metric: 0,
+            protocol: 0,
+        };
+        self.routes.range(least..).take_while(move |route| route.destination == destination)
+    }
 }
 
 /// What came in since the last look.
@@ -67,7 +79,8 @@ impl Tables {
 pub struct Heard {
     /// A link, address, route, neighbour or forwarding entry in our scope changed.
     pub ours: bool,
-    /// Some route or address of the host changed: decisions taken from a route look-up may differ.
+    /// A link, address or route outside our scope changed: decisions taken from a route look-up may
+    /// differ.
     pub routing: bool,
 }
 
@@ -184,14 +197,24 @@ impl Mirror {
 
     fn concerns_us(&self, route: &Route) -> bool {
         let inside = |network: &IpNet| network.contains(&route.destination);
-        route.protocol == OUR_PROTOCOL || self.scope.networks.iter().any(inside)
+        let on_ours = match route.via {
+            Via::Gateway { link, .. } | Via::Link(link) => self.is_ours(link),
+            Via::Blackhole => false,
+        };
+        on_ours || route.protocol == OUR_PROTOCOL || self.scope.networks.iter().any(inside)
     }
 
     fn fold(&mut self, message: &RouteNetlinkMessage, heard: &mut Heard) {
         match message {
+            // What a bridge tells of its port lacks most of what the port's own message has.
+            RouteNetlinkMessage::NewLink(message)
+                if message.header.interface_family == AddressFamily::Bridge => {}
             RouteNetlinkMessage::NewLink(message) => {
                 if let Some(link) = Link::from_message(message) {
-                    heard.ours |= self.tables.links.get(&link.index) != Some(&link);
+                    let known = self.tables.links.get(&link.index);
+                    heard.ours |= known != Some(&link);
+                    // Going down takes IPv4 routes along, silently.
+                    heard.routing |= known.is_some_and(|known| known.up != link.up);
                     if !link.up {
                         self.forget_flushed(link.index);
                     }
@@ -203,6 +226,7 @@ impl Mirror {
                 if message.header.interface_family != AddressFamily::Bridge =>
             {
                 heard.ours = true;
+                heard.routing = true;
                 self.forget(message.header.index);
             }
             RouteNetlinkMessage::NewAddress(message) => {
@@ -233,17 +257,14 @@ impl Mirror {
                 }
             }
             RouteNetlinkMessage::NewRoute(message) => {
-                heard.routing = true;
-                let replaces = Route::from_message(message).filter(|r| self.concerns_us(r));
-                if let Some(route) = replaces {
-                    heard.ours |= self.add_route(route);
-                }
+                let route = Route::from_message(message).filter(|r| self.concerns_us(r));
+                heard.routing |= route.is_none();
+                heard.ours |= route.is_some_and(|route| self.add_route(route));
             }
             RouteNetlinkMessage::DelRoute(message) => {
-                heard.routing = true;
-                if let Some(route) = Route::from_message(message) {
-                    heard.ours |= self.tables.routes.remove(&route);
-                }
+                let route = Route::from_message(message).filter(|r| self.concerns_us(r));
+                heard.routing |= route.is_none();
+                heard.ours |= route.is_some_and(|route| self.tables.routes.remove(&route));
             }
             RouteNetlinkMessage::NewNeighbour(message) => {
                 heard.ours |= self.neighbour(Entry::from_message(message).as_ref(), true);
@@ -261,9 +282,12 @@ impl Mirror {
         if self.tables.routes.contains(&route) {
             return false;
         }
-        self.tables
-            .routes
-            .retain(|old| old.destination != route.destination || old.metric != route.metric);
+        let same_place = |old: &&Route| old.metric == route.metric;
+        let replaced: Vec<Route> =
+            self.tables.routes_to(&route.destination).filter(same_place).copied().collect();
+        for old in replaced {
+            self.tables.routes.remove(&old);
+        }
         self.tables.routes.insert(route)
     }
 

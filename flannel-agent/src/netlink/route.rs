@@ -1,7 +1,7 @@
 //! Routes of the main table.
 
 use std::{
-    io,
+    fmt, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
@@ -38,6 +38,16 @@ pub enum Via {
     Link(u32),
     /// Nowhere: packets are dropped silently.
     Blackhole,
+}
+
+impl fmt::Display for Via {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gateway { gateway, .. } => write!(f, "via {gateway}"),
+            Self::Link(link) => write!(f, "on the link with index {link}"),
+            Self::Blackhole => f.write_str("to a black hole"),
+        }
+    }
 }
 
 /// A route of the main table.

@@ -22,7 +22,7 @@ fn wanted_with(peers: &[u8]) -> Wanted {
         wanted.routes.insert(subnet, via);
         wanted.neighbours.insert((DEVICE, subnet.network()), mac);
         wanted.forwarding.insert((DEVICE, mac), remote);
-        wanted.gateways.insert(remote);
+        wanted.direct.insert(subnet, remote);
     }
     wanted
 }

@@ -96,7 +96,8 @@ impl Device {
         let local = self.local(tables, external, parent).ok_or_else(|| {
             format!("external interface {} has no usable address for {}", parent.name, self.name)
         })?;
-        let base = options.mtu.unwrap_or(parent.mtu);
+        // The kernel refuses a tunnel that does not fit into the underlay.
+        let base = options.mtu.map_or(parent.mtu, |mtu| mtu.min(parent.mtu));
         let mtu = base.checked_sub(self.family.overhead()).filter(|mtu| *mtu > 0);
         let mtu = mtu.ok_or_else(|| format!("MTU {base} leaves no room for {}", self.name))?;
         let vxlan = Vxlan {
@@ -159,11 +160,17 @@ impl Device {
             return Ok(Step::Make { instead_of: Some(link.index) });
         }
         let learning = link.vxlan.as_ref().is_some_and(|vxlan| vxlan.learning);
+        if learning != target.vxlan.learning {
+            // By itself: the kernel takes no MTU together with parameters of vxlan.
+            let change =
+                link::Change { learning: Some(target.vxlan.learning), ..link::Change::default() };
+            return Ok(Step::Change(link::change(link.index, &change)));
+        }
         let change = link::Change {
             mtu: (link.mtu != target.mtu).then_some(target.mtu),
             mac: self.mac.filter(|mac| link.mac != Some(*mac)),
             up: !link.up,
-            learning: (learning != target.vxlan.learning).then_some(target.vxlan.learning),
+            learning: None,
         };
         if change == link::Change::default() {
             return Ok(Step::Nothing);
@@ -180,9 +187,13 @@ impl Device {
                 continue;
             }
             let same_family = family(other).is_none() || family(other) == family(wanted);
-            if other.external || (other.vni == wanted.vni && same_family) {
+            // Devices share the socket of a port if they agree on its flags.
+            let other_flags = link.up && same_family && other.gbp != wanted.gbp;
+            if other.external || other_flags || (other.vni == wanted.vni && same_family) {
                 let what = if other.external {
                     "takes every VNI of".to_owned()
+                } else if other_flags {
+                    "uses, with another Backend.GBP,".to_owned()
                 } else {
                     format!("has VNI {} on", other.vni)
                 };

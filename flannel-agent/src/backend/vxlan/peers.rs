@@ -118,9 +118,13 @@ impl Compiler {
             tables.forwarding.iter().map(|(&(_, mac), &remote)| (mac, remote)).collect();
         let (mut first, mut rest) = (Vec::new(), Vec::new());
         for (subnets, attributes) in peers.peers() {
-            let mac = attributes.backend_data.as_ref().and_then(|data| self.mac(data).ok());
-            let remote = attributes.public_ip.map(IpAddr::from);
-            let holds = mac.zip(remote).is_some_and(|key| holding.contains(&key));
+            let v4 = attributes.public_ip.map(IpAddr::from);
+            let v6 = attributes.public_ipv6.map(IpAddr::from);
+            let families = [(&attributes.backend_data, v4), (&attributes.backend_v6_data, v6)];
+            let holds = families.into_iter().any(|(data, remote)| {
+                let mac = data.as_ref().and_then(|data| self.mac(data).ok());
+                mac.zip(remote).is_some_and(|key| holding.contains(&key))
+            });
             if holds { &mut first } else { &mut rest }.push((subnets, attributes));
         }
         first.append(&mut rest);
@@ -160,7 +164,7 @@ impl Compiler {
                 "peers {other} ({owner}) and {subnet} ({public}) overlap: the latter is left out"
             ));
         }
-        wanted.gateways.insert(public);
+        wanted.direct.insert(subnet, public);
         if let Some(link) = on_link(public) {
             ranges.insert(subnet, public);
             let via = Via::Gateway { link, gateway: public, onlink: false };
