@@ -1,17 +1,13 @@
 //! `cargo xtask build`: the eBPF programs, then the agent with them inside.
 
-use std::{env, process::Command};
-
 use anyhow::{Context, ensure};
 
-use crate::build_ebpf;
+use crate::{build_ebpf, tool};
 
 /// Builds everything.
 pub fn run(release: bool) -> anyhow::Result<()> {
     build_ebpf::run()?;
-    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command.current_dir(build_ebpf::workspace());
+    let mut command = tool::cargo();
     command.args(["build", "--locked", "--package", "flannel-agent"]);
     if release {
         command.arg("--release");

@@ -14,6 +14,14 @@ use crate::{build, build_ebpf, setup, toolchain};
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(build_ebpf::workspace());
+    // What cargo told about this package is not about those to be built; some build scripts
+    // (ring's) watch it, and would run anew each time.
+    for (name, _) in env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            command.env_remove(name);
+        }
+    }
     command
 }
 
