@@ -118,7 +118,6 @@ async fn a_subnet_that_went_to_somebody_else_is_lost_and_never_overwritten() {
     let theirs = value("192.0.2.12", "b");
     let (lost, revision) = beside(&manager, lease, async |l| {
         l.until(SOON, |l| l.table.synced()).await;
-        etcd.delete(KEY).await;
         let revision = etcd.put(KEY, &theirs, 0).await;
         (l.until(SOON, |_| false).await, revision)
     })
