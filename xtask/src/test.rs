@@ -33,6 +33,9 @@ enum Part {
     All,
 }
 
+/// How often a test that failed is tried again: stories have deadlines, and the machine may stall.
+const RETRIES: &str = "2";
+
 /// Lab stories wait more than they compute.
 const LAB_THREADS: &str = "4";
 
@@ -110,7 +113,8 @@ impl Suite {
     ) -> Result<(bool, Vec<String>)> {
         let mut command = tool::cargo();
         if nextest {
-            command.args(["nextest", "run", "--no-fail-fast"]);
+            // A story that passes only at another try is reported as flaky, not hidden.
+            command.args(["nextest", "run", "--no-fail-fast", "--retries", RETRIES]);
         } else {
             command.args(["test", "--no-fail-fast"]);
         }
