@@ -161,9 +161,13 @@ impl Device {
         }
         let learning = link.vxlan.as_ref().is_some_and(|vxlan| vxlan.learning);
         if learning != target.vxlan.learning {
-            // By itself: the kernel takes no MTU together with parameters of vxlan.
-            let change =
-                link::Change { learning: Some(target.vxlan.learning), ..link::Change::default() };
+            // Without the rest: the kernel takes no MTU together with parameters of vxlan. But
+            // with "up": of a device that stays down the kernel does not tell the change.
+            let change = link::Change {
+                learning: Some(target.vxlan.learning),
+                up: !link.up,
+                ..link::Change::default()
+            };
             return Ok(Step::Change(link::change(link.index, &change)));
         }
         let change = link::Change {
