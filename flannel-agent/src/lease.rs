@@ -336,16 +336,16 @@ mod tests {
     fn flannels_pattern(key: &str) -> Option<Subnets> {
         let pattern = r"([0-9]+\.[0-9]+.[0-9]+.[0-9]+)-([0-9]+)(?:&([a-f0-9:]+)-([0-9]+))?$";
         let m = regex::Regex::new(pattern).ok()?.captures(key)?;
-        let net4 = format!("{}/{}", m.get(1)?.as_str(), m.get(2)?.as_str().parse::<u8>().ok()?);
-        let v4: Ipv4Net = net4.parse().ok().filter(|n: &Ipv4Net| n.prefix_len() < 32)?;
+        // Address by address: the parser of whole networks lets leading zeros pass, Go does not.
+        let addr: Ipv4Addr = m.get(1)?.as_str().parse().ok()?;
+        let len = m.get(2)?.as_str().parse::<u8>().ok()?;
+        let v4 = Ipv4Net::new(addr, len).ok().filter(|n| n.prefix_len() < 32)?;
         let v6 = match (m.get(3), m.get(4)) {
-            (Some(addr), Some(len)) => Some(
-                format!("{}/{}", addr.as_str(), len.as_str().parse::<u8>().ok()?)
-                    .parse()
-                    .ok()
-                    .filter(|n: &Ipv6Net| n.prefix_len() < 128)?
-                    .trunc(),
-            ),
+            (Some(addr), Some(len)) => {
+                let addr: Ipv6Addr = addr.as_str().parse().ok()?;
+                let len = len.as_str().parse::<u8>().ok()?;
+                Some(Ipv6Net::new(addr, len).ok().filter(|n| n.prefix_len() < 128)?.trunc())
+            }
             _ => None,
         };
         Some(Subnets { v4: Some(v4.trunc()), v6 })
