@@ -122,6 +122,13 @@ impl EtcdSubnetManager {
             following.endpoint = endpoint;
         }
         if following.connected != Some(true) {
+            // A member that was cut off believes in its old leader for a moment. "Up" is a cluster
+            // with a quorum, which only a linearizable read proves.
+            if following.connected == Some(false)
+                && let Err(failure) = self.registry.config().await
+            {
+                return End::NotOpened(failure);
+            }
             following.connected = Some(true);
             if events.send(StoreEvent::Connection(Connection::Up)).await.is_err() {
                 return End::Closed;
