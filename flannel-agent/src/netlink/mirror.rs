@@ -4,13 +4,13 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
     net::IpAddr,
-    os::fd::AsRawFd,
 };
 
 use ipnet::IpNet;
 use netlink_packet_core::NetlinkPayload;
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use nix::sys::socket::{setsockopt, sockopt};
 use tokio::io::unix::AsyncFd;
 
 use super::{
@@ -28,7 +28,7 @@ const GROUPS: [u32; 6] = [1, 3, 5, 7, 9, 11];
 /// Room for a burst of notifications, in bytes: some thousand of them.
 const RECEIVE_BUFFER: usize = 8 << 20;
 
-/// How often a dump that the kernel's own changes interrupted is repeated.
+/// How often a dump is repeated that the kernel's own changes interrupted or outdated.
 const DUMP_TRIES: usize = 5;
 
 /// Which objects concern us.
@@ -150,11 +150,15 @@ impl Mirror {
     /// Takes in all that was heard, or reads everything if too much was missed.
     pub fn refresh(&mut self) -> io::Result<Heard> {
         let mut heard = self.listen();
-        if self.stale {
+        // What is heard while reading may be reason to read again.
+        for _ in 0..DUMP_TRIES {
+            if !self.stale {
+                break;
+            }
             self.read_all()?;
             self.stale = false;
             heard = Heard { ours: true, routing: true };
-            // What was heard while reading is in the tables already or comes on top.
+            // It is in the tables already or comes on top.
             self.listen();
         }
         Ok(heard)
@@ -411,15 +415,7 @@ impl Mirror {
 /// The default buffer holds some hundred notifications. Beyond the limit of `net.core.rmem_max`
 /// only with `CAP_NET_ADMIN`, which the agent has.
 fn grow_buffer(socket: &Socket) {
-    let fd = socket.as_raw_fd();
-    // SAFETY: `fd` is open for the borrow's length; `SO_RCVBUFFORCE` takes an int.
-    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
-    let forced = nix::sys::socket::setsockopt(
-        &borrowed,
-        nix::sys::socket::sockopt::RcvBufForce,
-        &RECEIVE_BUFFER,
-    );
-    if forced.is_err() {
+    if setsockopt(socket, sockopt::RcvBufForce, &RECEIVE_BUFFER).is_err() {
         // What is missed is noticed and read anew: only slower.
         let _ = socket.set_rx_buf_sz(RECEIVE_BUFFER);
     }

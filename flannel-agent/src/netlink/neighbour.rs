@@ -103,15 +103,12 @@ impl Neighbour {
 
     /// Adds the entry or replaces the address's old one.
     pub fn replace(self) -> Request {
-        Request {
-            message: RouteNetlinkMessage::NewNeighbour(self.message()),
-            flags: NLM_F_CREATE | NLM_F_REPLACE,
-        }
+        set(self.message())
     }
 
     /// Removes the address's entry.
     pub fn delete(self) -> Request {
-        Request { message: RouteNetlinkMessage::DelNeighbour(self.message()), flags: 0 }
+        remove(self.message())
     }
 }
 
@@ -132,16 +129,22 @@ impl Forwarding {
 
     /// Adds the entry or moves the MAC to this remote.
     pub fn replace(self) -> Request {
-        Request {
-            message: RouteNetlinkMessage::NewNeighbour(self.message()),
-            flags: NLM_F_CREATE | NLM_F_REPLACE,
-        }
+        set(self.message())
     }
 
     /// Removes the entry.
     pub fn delete(self) -> Request {
-        Request { message: RouteNetlinkMessage::DelNeighbour(self.message()), flags: 0 }
+        remove(self.message())
     }
+}
+
+fn set(message: NeighbourMessage) -> Request {
+    let message = RouteNetlinkMessage::NewNeighbour(message);
+    Request { message, flags: NLM_F_CREATE | NLM_F_REPLACE }
+}
+
+fn remove(message: NeighbourMessage) -> Request {
+    Request { message: RouteNetlinkMessage::DelNeighbour(message), flags: 0 }
 }
 
 pub(super) fn dump_request(family: AddressFamily, link: u32) -> RouteNetlinkMessage {

@@ -10,12 +10,20 @@ use netlink_packet_core::{
 };
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use nix::sys::{
+    socket::{setsockopt, sockopt},
+    time::{TimeVal, TimeValLike},
+};
 
 /// Requests per `sendmsg`: few enough that their answers fit into the receive buffer.
 const BATCH: usize = 64;
 
 /// Receive buffer in bytes; the kernel counts some 800 of them per answer.
 const RECEIVE_BUFFER: usize = 1 << 20;
+
+/// The kernel answers before `sendmsg` returns. If an answer is lost all the same, an error is
+/// better than an agent that waits for ever.
+const ANSWER_SECONDS: i64 = 5;
 
 /// A request and the flags beyond `NLM_F_REQUEST | NLM_F_ACK`.
 #[derive(Debug)]
@@ -39,6 +47,7 @@ impl Requests {
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
         socket.set_rx_buf_sz(RECEIVE_BUFFER)?;
+        setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(ANSWER_SECONDS))?;
         // Older than 4.20: the kernel filters nothing, and we do anyway.
         let _ = socket.set_netlink_get_strict_chk(true);
         // Acknowledgements without the request in them.
