@@ -6,7 +6,11 @@
 //! takes over under load. Where the kernel keeps interrupts apart (`IRQ_TIME_ACCOUNTING`),
 //! `/proc/stat` has the softirq time of each CPU, `ksoftirqd` included.
 
-use std::{fs, path::PathBuf, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result};
 
@@ -43,7 +47,7 @@ impl CpuUsage {
     /// All of it since the machine started.
     pub fn kernel_threads(&self) -> Result<Duration> {
         match self {
-            Self::Ksoftirqd(files) => files.iter().map(|file| schedstat(file)).sum(),
+            Self::Ksoftirqd(files) => files.iter().map(|file| schedstat(file.as_path())).sum(),
             Self::SoftirqColumn(cpus) => {
                 let text = fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
                 cpus.iter().map(|cpu| softirq_of(&text, *cpu)).sum()
@@ -52,7 +56,7 @@ impl CpuUsage {
     }
 }
 
-fn schedstat(file: &PathBuf) -> Result<Duration> {
+fn schedstat(file: &Path) -> Result<Duration> {
     let text =
         fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let first = text.split_whitespace().next().and_then(|word| word.parse().ok());

@@ -168,18 +168,21 @@ mod tests {
             row("kernel-vxlan", "tcp1", 14.2, Some(1.0)),
         ];
         let lines: Vec<_> = matrix(&rows).lines().map(str::to_owned).collect();
-        assert_eq!(lines, [
-            "                tcp1 Gb/s  tcp8 Gb/s",
-            "host          21.5  1.50x       7.00",
-            "kernel-vxlan  14.2  1.00x          -",
-        ]);
+        assert_eq!(
+            lines,
+            [
+                "                tcp1 Gb/s  tcp8 Gb/s",
+                "host          21.5  1.50x       7.00",
+                "kernel-vxlan  14.2  1.00x          -",
+            ]
+        );
     }
 
     #[test]
     fn figures_are_short() {
         assert_eq!(
-            [0.0321, 3.14159, 31.4159, 314_159.2].map(short),
-            ["0.032", "3.14", "31.4", "314159"]
+            [0.0321, 2.34567, 23.4567, 234_567.2].map(short),
+            ["0.032", "2.35", "23.5", "234567"]
         );
     }
 
