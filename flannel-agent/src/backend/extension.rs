@@ -26,7 +26,7 @@ use tracing::{info, warn};
 pub use self::options::ExtensionOptions;
 use self::{
     plan::{Plan, Task},
-    run::{Call, Said},
+    run::{Call, Said, Variables},
     words::Words,
 };
 use super::{ApplyReport, Backend, BackendError, Farewell, interface_mtu::InterfaceMtu};
@@ -78,7 +78,7 @@ pub struct ExtensionBackend {
     plan: Plan,
     running: Option<Running>,
     /// Our own values for `ShutdownCommand`; `None` as long as there is nothing to shut down.
-    own: Rc<RefCell<Option<Vec<(&'static str, String)>>>>,
+    own: Rc<RefCell<Option<Variables>>>,
 }
 
 impl ExtensionBackend {
@@ -102,12 +102,12 @@ impl ExtensionBackend {
         })
     }
 
-    fn call(&self, words: &Words, variables: Vec<(&'static str, String)>, input: String) -> Call {
+    fn call(&self, words: &Words, variables: Variables, input: String) -> Call {
         Call { words: words.clone(), variables, input, timeout: self.options.timeout }
     }
 
     /// Our own values, what is missing in Go's words.
-    fn own_variables(&self, own: Subnets) -> Vec<(&'static str, String)> {
+    fn own_variables(&self, own: Subnets) -> Variables {
         let or = |value: Option<String>, none: &str| value.unwrap_or_else(|| none.to_owned());
         vec![
             ("NETWORK", or(self.network.map(|net| net.to_string()), "0.0.0.0/0")),
@@ -160,10 +160,7 @@ impl ExtensionBackend {
 }
 
 /// A peer's values and what its `PreStartupCommand` said.
-fn about(
-    subnets: Subnets,
-    attributes: &LeaseAttributes,
-) -> Result<(Vec<(&'static str, String)>, String), String> {
+fn about(subnets: Subnets, attributes: &LeaseAttributes) -> Result<(Variables, String), String> {
     let values = [
         ("SUBNET", subnets.v4.map(|net| net.to_string())),
         ("IPV6SUBNET", subnets.v6.map(|net| net.to_string())),

@@ -50,16 +50,14 @@ const KINDS: &[Kind] = &[
 /// What the backend says, or [`BackendError::Config`] listing which types there are.
 pub fn open(parts: Parts<'_>) -> Made {
     let wanted = &parts.config.backend_type;
-    match KINDS.iter().find(|kind| kind.name == wanted) {
-        Some(kind) => (kind.make)(parts),
-        None => {
-            let names: Vec<_> = KINDS.iter().map(|kind| kind.name).collect();
-            Err(BackendError::Config(format!(
-                "Backend.Type \"{wanted}\" is not one of this version's backends: {}",
-                names.join(", ")
-            )))
-        }
-    }
+    let kind = KINDS.iter().find(|kind| kind.name == wanted).ok_or_else(|| {
+        let names: Vec<_> = KINDS.iter().map(|kind| kind.name).collect();
+        BackendError::Config(format!(
+            "Backend.Type \"{wanted}\" is not one of this version's backends: {}",
+            names.join(", ")
+        ))
+    })?;
+    (kind.make)(parts)
 }
 
 fn extension(parts: Parts<'_>) -> Made {

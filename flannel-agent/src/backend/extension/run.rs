@@ -30,13 +30,16 @@ const AFTERGLOW: Duration = Duration::from_millis(500);
 /// Not for the commands of a network configuration to see.
 const SECRETS: [&str; 1] = ["FLANNELD_ETCD_PASSWORD"];
 
+/// Environment variables.
+pub type Variables = Vec<(&'static str, String)>;
+
 /// What a command is run with.
 #[derive(Clone, Debug)]
 pub struct Call {
     /// The command.
     pub words: Words,
     /// Variables on top of the agent's own environment.
-    pub variables: Vec<(&'static str, String)>,
+    pub variables: Variables,
     /// What it reads, without the line's end.
     pub input: String,
     /// How long it may take.
