@@ -4,7 +4,7 @@ use std::{fs, path::Path as FilePath, process::Stdio, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Agent, Candidate, Etcd, Lab, Node, Process, SubnetEnv, rules};
+use super::{Agent, Etcd, Lab, Node, Process, SubnetEnv, rules};
 use crate::{
     agent::READY_WITHIN,
     kernel_peer::{KernelPeer, PeerSpec},
@@ -120,9 +120,8 @@ pub fn has_flowtables() -> Result<bool> {
     Ok(status.success())
 }
 
-/// Our agent on both nodes, with a directory as the store.
-pub fn ours(lab: &Lab, nodes: [Node; 2], candidate: Candidate) -> Result<Path> {
-    let flags = candidate.agent_flags().with_context(|| format!("{candidate} is not ours"))?;
+/// Our agent on both nodes, with these flags and a directory as the store.
+pub fn ours(lab: &Lab, nodes: [Node; 2], flags: &[&str]) -> Result<Path> {
     let store = LocalStore::new(lab)?;
     store.put_config(CONFIG)?;
     let mut all = store.flags();
