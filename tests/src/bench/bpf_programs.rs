@@ -13,6 +13,13 @@ use anyhow::{Context, Result, ensure};
 const BPF_PROG_LOAD: libc::c_long = 5;
 const BPF_PROG_TEST_RUN: libc::c_long = 10;
 const BPF_PROG_GET_FD_BY_ID: libc::c_long = 13;
+const BPF_PROG_QUERY: libc::c_long = 16;
+
+/// `BPF_TCX_INGRESS` and `BPF_TCX_EGRESS`.
+const TCX_HOOKS: [u32; 2] = [46, 47];
+
+/// More programs than anybody attaches to one hook.
+const MAX_AT_HOOK: u32 = 64;
 
 /// `BPF_PROG_TYPE_SCHED_CLS`.
 const SCHED_CLS: u32 = 3;
@@ -63,6 +70,22 @@ struct TestRunAttributes {
 
 #[repr(C)]
 #[derive(Default)]
+struct QueryAttributes {
+    ifindex: u32,
+    hook: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    ids: u64,
+    count: u32,
+    reserved: u32,
+    program_attach_flags: u64,
+    link_ids: u64,
+    link_attach_flags: u64,
+    revision: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
 struct LoadAttributes {
     kind: u32,
     instruction_count: u32,
@@ -71,6 +94,31 @@ struct LoadAttributes {
     log_level: u32,
     log_size: u32,
     log_buffer: u64,
+}
+
+/// Numbers of the programs attached by TCX to an interface of the caller's network namespace. None
+/// on a kernel without TCX.
+pub fn attached_by_tcx(ifindex: u32) -> Result<Vec<u32>> {
+    let mut found = Vec::new();
+    for hook in TCX_HOOKS {
+        let mut ids = vec![0_u32; MAX_AT_HOOK as usize];
+        let mut attributes = QueryAttributes {
+            ifindex,
+            hook,
+            ids: address(ids.as_mut_ptr()),
+            count: MAX_AT_HOOK,
+            ..QueryAttributes::default()
+        };
+        if let Err(error) = call(BPF_PROG_QUERY, &mut attributes) {
+            let known = [libc::ENOENT, libc::EINVAL].map(Some);
+            let cause = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+            ensure!(known.contains(&cause), error.context("cannot ask for programs"));
+            continue;
+        }
+        ids.truncate(attributes.count as usize);
+        found.extend(ids);
+    }
+    Ok(found)
 }
 
 impl Program {
@@ -148,6 +196,8 @@ fn call<T>(command: libc::c_long, attributes: &mut T) -> Result<libc::c_int> {
     // point to, which the callers keep alive.
     let result =
         unsafe { libc::syscall(libc::SYS_bpf, command, ptr::from_mut(attributes), size_of::<T>()) };
-    ensure!(result >= 0, io::Error::last_os_error());
+    if result < 0 {
+        return Err(io::Error::last_os_error().into());
+    }
     Ok(libc::c_int::try_from(result)?)
 }

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::{
     arguments,
-    bpf_programs::Program,
+    bpf_programs::{Program, attached_by_tcx},
     frames::{self, Hop},
     priority::{self, Importance},
     report::{self, Row},
@@ -21,7 +21,7 @@ use super::{
     statistics::median,
     window::keep_on_cpu,
 };
-use crate::{craft, netns::Netns, process};
+use crate::{craft, netns::Netns, node::Node, process};
 
 /// The tunnel's port and VNI.
 const PORT: u16 = 8472;
@@ -73,15 +73,15 @@ pub fn run(arguments: &arguments::Micro) -> Result<()> {
 
 fn measure(arguments: &arguments::Micro, site: &Site) -> Result<Vec<Row>> {
     let node = &site.nodes()[0];
-    let mut shown = node.command("bpftool");
-    let shown = process::output(shown.args(["-j", "net", "show"]))?;
-    let attached = attached(&serde_json::from_str(&shown).context("bpftool net show")?)?;
-    ensure!(!attached.is_empty(), "the agent has attached no program: {shown}");
+    let attached = attached(node)?;
+    ensure!(!attached.is_empty(), "the agent has attached no program");
     let frames = frames_for(site)?;
     let mut rows = Vec::new();
     for Attached { program: name, id, ifindex } in attached {
         let program = Program::by_id(id)?;
-        for (word, frame) in frames.get(name.as_str()).into_iter().flatten() {
+        // Without BTF the kernel knows only the first 15 characters.
+        let seen = frames.iter().filter(|(program, _)| program.starts_with(&name));
+        for (word, frame) in seen.flat_map(|(_, frames)| frames) {
             let timed = time(node.ns(), &program, frame, ifindex, arguments)
                 .with_context(|| format!("{name}, {word}"))?;
             rows.push(row(&name, &format!("{word}/{}", timed.verdict), &timed.nanos, "ns/packet"));
@@ -105,21 +105,42 @@ fn row(program: &str, workload: &str, values: &[f64], unit: &str) -> Row {
 }
 
 /// Each program once, by the first device that has it.
-fn attached(shown: &Value) -> Result<Vec<Attached>> {
-    let mut found: Vec<Attached> = Vec::new();
+fn attached(node: &Node) -> Result<Vec<Attached>> {
+    let bpftool = |words: &[&str]| -> Result<Value> {
+        let text = process::output(node.command("bpftool").arg("-j").args(words))?;
+        serde_json::from_str(&text).with_context(|| format!("bpftool {words:?} printed {text}"))
+    };
+    let mut found = by_net(&bpftool(&["net", "show"])?)?;
+    for link in node.ns().ip_json("link show")? {
+        let ifindex = u32::try_from(link["ifindex"].as_u64().context("no ifindex")?)?;
+        for id in node.ns().within(|| attached_by_tcx(ifindex))? {
+            let shown = bpftool(&["prog", "show", "id", &id.to_string()])?;
+            let program = shown["name"].as_str().unwrap_or_default().to_owned();
+            found.push(Attached { program, id, ifindex });
+        }
+    }
+    let mut once: Vec<Attached> = Vec::new();
+    for one in found {
+        if !once.iter().any(|other| other.program == one.program) {
+            once.push(one);
+        }
+    }
+    Ok(once)
+}
+
+/// What `bpftool net show` tells of: XDP and clsact; newer ones also TCX.
+fn by_net(shown: &Value) -> Result<Vec<Attached>> {
+    let mut found = Vec::new();
     for hooks in shown.as_array().context("no list")? {
         let kinds = ["xdp", "tc"].iter().filter_map(|kind| hooks[kind].as_array());
         for entry in kinds.flatten() {
             let id = entry["prog_id"].as_u64().or(entry["id"].as_u64()).context("no id")?;
-            let name = entry["name"].as_str().unwrap_or_default();
             let ifindex = entry["ifindex"].as_u64().context("no ifindex")?;
-            if !found.iter().any(|one| one.program == name) {
-                found.push(Attached {
-                    program: name.to_owned(),
-                    id: u32::try_from(id)?,
-                    ifindex: u32::try_from(ifindex)?,
-                });
-            }
+            found.push(Attached {
+                program: entry["name"].as_str().unwrap_or_default().to_owned(),
+                id: u32::try_from(id)?,
+                ifindex: u32::try_from(ifindex)?,
+            });
         }
     }
     Ok(found)
@@ -245,7 +266,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_attached_program_is_found_once() {
+    fn programs_are_found_in_what_bpftool_shows() {
         let shown = json!([{
             "xdp": [{"devname": "eth0", "ifindex": 2, "mode": "driver", "name": "x", "id": 9}],
             "tc": [
@@ -254,8 +275,8 @@ mod tests {
             ],
             "flow_dissector": [],
         }]);
-        let found = attached(&shown).unwrap();
+        let found = by_net(&shown).unwrap();
         let of = |program: &str, id, ifindex| Attached { program: program.into(), id, ifindex };
-        assert_eq!(found, [of("x", 9, 2), of("a", 7, 5)]);
+        assert_eq!(found, [of("x", 9, 2), of("a", 7, 5), of("a", 7, 6)]);
     }
 }
