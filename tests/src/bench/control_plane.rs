@@ -39,7 +39,7 @@ const ECHO: Duration = Duration::from_millis(3);
 const LOOK: Duration = Duration::from_millis(2);
 
 /// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Values by daemon and by figure: name and unit.
 type Values = BTreeMap<(Kind, (&'static str, &'static str)), Vec<Option<f64>>>;

@@ -31,7 +31,7 @@ const VNI: u32 = 1;
 const SOURCE_PORT: u16 = 50_000;
 
 /// How long the UDP flow talks before it is measured, and how often.
-const FLOW_AGE: Duration = Duration::from_millis(4000);
+const FLOW_AGE: Duration = Duration::from_secs(4);
 const GREETING_PAUSE: Duration = Duration::from_millis(50);
 
 /// A program on a device of the node.
@@ -41,6 +41,9 @@ struct Attached {
     id: u32,
     ifindex: u32,
 }
+
+/// By program, the frames that it gets to see, each with a word for it.
+type Frames = BTreeMap<&'static str, Vec<(&'static str, Vec<u8>)>>;
 
 /// Measures all programs that an agent has attached, and prints the results.
 pub fn run(arguments: &arguments::Micro) -> Result<()> {
@@ -146,8 +149,8 @@ fn by_net(shown: &Value) -> Result<Vec<Attached>> {
     Ok(found)
 }
 
-/// The frames that each program gets to see, by a word for each.
-fn frames_for(site: &Site) -> Result<BTreeMap<&'static str, Vec<(&'static str, Vec<u8>)>>> {
+/// Frames of the site's flow, as they pass the client's node.
+fn frames_for(site: &Site) -> Result<Frames> {
     let [here, there] = site.nodes();
     let cable = Hop { from: mac(there.ns(), "eth0")?, to: mac(here.ns(), "eth0")? };
     let tunnel = Hop { from: mac(there.ns(), "flannel.1")?, to: mac(here.ns(), "flannel.1")? };
@@ -160,7 +163,7 @@ fn frames_for(site: &Site) -> Result<BTreeMap<&'static str, Vec<(&'static str, V
         Ok(SocketAddrV4::new(ip.parse().context("a node's address")?, port))
     };
     let (far, near) = (outer(&there.v4(), SOURCE_PORT)?, outer(&here.v4(), PORT)?);
-    let mut all = BTreeMap::<_, Vec<_>>::new();
+    let mut all = Frames::new();
     for (word, other, payload) in
         [("udp64", server, 64), ("udp1400", server, 1400), ("udp64-new-flow", stranger, 64)]
     {
