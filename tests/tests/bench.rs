@@ -2,7 +2,6 @@
 
 use std::{
     fs,
-    path::PathBuf,
     process::{Command, Stdio},
 };
 
@@ -13,14 +12,8 @@ use flannel_lab::{
 };
 use nix::sys::signal::Signal;
 
-/// The measuring program, which cargo builds along with the stories.
-fn program() -> Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    let target = own.parent().and_then(|dir| dir.parent()).context("a test in no directory")?;
-    let program = target.join("examples/bench");
-    ensure!(program.exists(), "{} has not been built", program.display());
-    Ok(program)
-}
+/// The measuring program.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_flannel-bench");
 
 /// The prefixes of the namespaces that it said it made.
 fn prefixes(said: &str) -> Vec<String> {
@@ -43,7 +36,7 @@ fn every_candidate_gets_a_row_for_every_workload_and_all_is_removed() -> Result<
         ["udp64", "rr_p50", "rr_p99", "cpu_gb"],
     );
     let output = status_and_output(
-        Command::new(program()?)
+        Command::new(PROGRAM)
             .args(["--rounds=1", "--turn=100", "--profile=wire"])
             .arg(format!("--candidates={},flanneld", candidates.join(",")))
             .arg(format!("--workloads={}", workloads.join(",")))
@@ -79,7 +72,7 @@ fn every_candidate_gets_a_row_for_every_workload_and_all_is_removed() -> Result<
 #[test]
 fn an_interrupted_benchmark_removes_all_it_made() -> Result<()> {
     let lab = Lab::new()?;
-    let mut command = Command::new(program()?);
+    let mut command = Command::new(PROGRAM);
     command.args(["--rounds=1000", "--candidates=host,kernel-vxlan", "--workloads=rr_p50"]);
     command.stdin(Stdio::null());
     let mut process = Process::spawn(command, &lab.run().dir().join("bench.log"), false)?;
@@ -109,7 +102,7 @@ fn a_candidate_that_is_not_really_in_use_is_skipped_with_the_reason() -> Result<
     )?;
     status_and_output(Command::new("chmod").arg("755").arg(&blunt))?;
     let output = status_and_output(
-        Command::new(program()?)
+        Command::new(PROGRAM)
             .args(["--rounds=1", "--turn=50", "--candidates=host,ours-flows", "--workloads=rr_p50"])
             .arg(format!("--json={}", json.display()))
             .env("FLANNEL_AGENT", &blunt),
@@ -128,7 +121,7 @@ fn a_candidate_that_is_not_really_in_use_is_skipped_with_the_reason() -> Result<
 /// Runs it with `--json` and returns the rows.
 fn rows_of(lab: &Lab, words: &[&str]) -> Result<Vec<Value>> {
     let json = lab.run().dir().join("rows.json");
-    let mut command = Command::new(program()?);
+    let mut command = Command::new(PROGRAM);
     command.args(words).arg(format!("--json={}", json.display()));
     let output = status_and_output(&mut command)?;
     let said = String::from_utf8_lossy(&output.stdout);
