@@ -1,6 +1,7 @@
-//! The udp backend: specification §7.3. Bare IPv4 packets in UDP, carried by a thread of ours
+//! The udp backend: specification §7.3. Bare IPv4 packets in UDP, carried by threads of ours
 //! between a TUN device and a socket. Slow, and flannel's default when no backend is named.
 
+mod batch;
 mod counters;
 mod forwarder;
 mod options;
@@ -12,7 +13,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::{Ipv4Addr, SocketAddrV4, UdpSocket},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -264,6 +265,7 @@ impl UdpBackend {
             });
         let started = path.and_then(|path| Forwarder::start(path, Arc::clone(&self.shared)));
         let started = started.map_err(|err| format!("cannot start forwarding: {err}"))?;
+        info!("forwarding as {tun_ip}");
         tunnel.forwarder = Some(started);
         tunnel.forwards_as = Some(tun_ip);
         Ok(())
@@ -306,6 +308,7 @@ impl UdpBackend {
         self.underlay = self.target_mtu();
         let mtu = self.underlay.clone()?;
         self.mtu = mtu;
+        self.shared.mtu.store(u16::try_from(mtu).unwrap_or(u16::MAX), Ordering::Relaxed);
         let link = self.link().ok_or("the device was removed again at once")?.clone();
         let changes = self.device_changes(&link, mtu, own);
         report.changes += self.run(changes, &format!("set up device {}", link.name))?;
@@ -382,6 +385,14 @@ impl Backend for UdpBackend {
             let due = self.next_pass;
             tokio::select! {
                 () = self.mirror.readable() => {}
+                () = self.shared.ended.notified() => {
+                    let alive = |tunnel: &Tunnel| tunnel.forwarder.as_ref().is_some_and(Forwarder::alive);
+                    // The word may be of threads that have been replaced meanwhile.
+                    if self.tunnel.as_ref().is_some_and(|tunnel| !alive(tunnel)) {
+                        self.repairing = true;
+                        return;
+                    }
+                }
                 () = tokio::time::sleep_until(due) => {
                     self.mirror.distrust();
                     return;
