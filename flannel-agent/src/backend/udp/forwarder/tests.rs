@@ -68,7 +68,7 @@ impl Bench {
                 return;
             }
             assert!(start.elapsed() < PATIENCE, "{json}, not {wanted:?}");
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 
