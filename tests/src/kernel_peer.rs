@@ -131,6 +131,11 @@ impl KernelPeer {
         &self.node
     }
 
+    /// The host alone; what was built there stays.
+    pub fn into_node(self) -> Node {
+        self.node
+    }
+
     /// What it is like.
     pub fn spec(&self) -> &PeerSpec {
         &self.spec
