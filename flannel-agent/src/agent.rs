@@ -244,6 +244,8 @@ impl Agent {
                 },
                 () = self.backend.changed() => self.apply().await,
                 _ = heartbeat.tick() => {
+                    // Counters go on between passes.
+                    self.state.set_backend(self.backend.status());
                     if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
                         self.check_lease().await;
                     }

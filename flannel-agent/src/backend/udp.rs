@@ -20,6 +20,7 @@ use std::{
 use async_trait::async_trait;
 use ipnet::Ipv4Net;
 use serde_json::{Value, json};
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
@@ -259,10 +260,15 @@ impl UdpBackend {
             return Ok(());
         }
         tunnel.forwarder = None;
-        let path =
-            tunnel.tun.file.try_clone().and_then(|tun| {
-                Ok(Path { tun, tun_ip, socket: socket.try_clone()?, port: self.port })
-            });
+        let path = tunnel.tun.file.try_clone().and_then(|tun| {
+            Ok(Path {
+                tun,
+                tun_ip,
+                socket: socket.try_clone()?,
+                icmp: icmp_socket(),
+                port: self.port,
+            })
+        });
         let started = path.and_then(|path| Forwarder::start(path, Arc::clone(&self.shared)));
         let started = started.map_err(|err| format!("cannot start forwarding: {err}"))?;
         info!("forwarding as {tun_ip}");
@@ -437,6 +443,19 @@ impl Backend for UdpBackend {
             "packets": self.shared.counters.to_json(),
         })
     }
+}
+
+/// A socket to send ICMP errors with their own header. Without `CAP_NET_RAW` there is none.
+fn icmp_socket() -> Option<Socket> {
+    // Of this protocol a socket only sends.
+    let raw = Protocol::from(libc::IPPROTO_RAW);
+    let opened = Socket::new(Domain::IPV4, Type::RAW, Some(raw))
+        .and_then(|socket| socket.set_nonblocking(true).map(|()| socket));
+    opened
+        .inspect_err(|err| {
+            info!("pods are not told of destinations that no node has: {err} (CAP_NET_RAW)");
+        })
+        .ok()
 }
 
 /// The kernel's word about a TUN device, with what it usually means.

@@ -16,6 +16,7 @@ use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
+use socket2::Socket;
 use tokio::sync::Notify;
 
 use super::{
@@ -37,6 +38,9 @@ pub struct Path {
     pub tun_ip: Ipv4Addr,
     /// The socket that peers send to, not blocking.
     pub socket: UdpSocket,
+    /// For ICMP errors to our own pods, header included. By way of the device the kernel takes
+    /// them for forged: they come from an address of this host.
+    pub icmp: Option<Socket>,
     /// UDP port of all peers.
     pub port: u16,
 }
@@ -209,8 +213,14 @@ impl Worker {
         };
         let Some(peer) = self.shared.routes().find(packet.destination()) else {
             counters.no_peer.add();
+            let to = SocketAddrV4::new(packet.source(), 0);
             if let Some(len) = packet.unreachable(self.path.tun_ip, &mut self.answer) {
-                write(&self.path.tun, &self.answer[..len], counters)?;
+                let answer = &self.answer[..len];
+                match &self.path.icmp {
+                    // Lost like any packet if it cannot be sent.
+                    Some(icmp) => drop(icmp.send_to(answer, &to.into())),
+                    None => drop(write(&self.path.tun, answer, counters)?),
+                }
             }
             return Ok(None);
         };

@@ -46,7 +46,7 @@ impl Path {
         Self {
             agents: Vec::new(),
             others: Vec::new(),
-            proxies: Vec::new(),
+            _proxies: Vec::new(),
             _etcd: None,
             envs,
             nodes,

@@ -40,8 +40,13 @@ impl Bench {
         }
         let port = |socket: &UdpSocket| socket.local_addr().expect("bound").port();
         let own = SocketAddrV4::new(Ipv4Addr::new(127, 0, 0, 2), port(&socket));
-        let path =
-            Path { tun: File::from(OwnedFd::from(tun)), tun_ip: OWN_IP, socket, port: port(&peer) };
+        let path = Path {
+            tun: File::from(OwnedFd::from(tun)),
+            tun_ip: OWN_IP,
+            socket,
+            icmp: None,
+            port: port(&peer),
+        };
         let shared = Arc::<Shared>::default();
         let lease = Lease {
             subnets: Subnets { v4: Some("10.5.2.0/24".parse().expect("a subnet")), v6: None },
@@ -155,7 +160,13 @@ async fn the_end_of_a_thread_is_told() {
     // A device that cannot be read from, as one that was removed.
     let (reader, writer) = io::pipe().expect("a pipe");
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("bound");
-    let path = Path { tun: File::from(OwnedFd::from(writer)), tun_ip: OWN_IP, socket, port: 1 };
+    let path = Path {
+        tun: File::from(OwnedFd::from(writer)),
+        tun_ip: OWN_IP,
+        socket,
+        icmp: None,
+        port: 1,
+    };
     let shared = Arc::<Shared>::default();
     let forwarder = Forwarder::start(path, Arc::clone(&shared)).expect("started");
     assert!(forwarder.alive());
