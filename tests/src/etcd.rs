@@ -298,10 +298,8 @@ impl Etcd {
 
     /// Writes a key with the v2 API, for `ttl` seconds if there is one.
     pub fn put_v2(&self, key: &str, value: &str, ttl: Option<u32>) -> Result<()> {
-        let mut escaped = String::new();
-        for byte in value.bytes() {
-            escaped.push_str(&format!("%{byte:02X}"));
-        }
+        let escaped: Vec<_> = value.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        let escaped = escaped.concat();
         let ttl = ttl.map(|ttl| format!("&ttl={ttl}")).unwrap_or_default();
         let body = format!("value={escaped}{ttl}");
         self.call_v2(&format!("/keys{key}"), "application/x-www-form-urlencoded", &body, false)

@@ -269,7 +269,7 @@ impl UdpBackend {
                 port: self.port,
             })
         });
-        let started = path.and_then(|path| Forwarder::start(path, Arc::clone(&self.shared)));
+        let started = path.and_then(|path| Forwarder::start(path, &self.shared));
         let started = started.map_err(|err| format!("cannot start forwarding: {err}"))?;
         info!("forwarding as {tun_ip}");
         tunnel.forwarder = Some(started);

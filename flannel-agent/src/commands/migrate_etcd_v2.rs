@@ -16,9 +16,8 @@ use crate::{
 /// everything, 1 if something was left out.
 pub fn run(args: &MigrateArgs, out: &mut impl Write) -> anyhow::Result<u8> {
     let options = startup::etcd_options(&args.etcd);
-    let (endpoints, prefix) = (options.endpoints.join(","), options.prefix.clone());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let entries = runtime.block_on(migrate::migrate(options, args.dry_run))?;
+    let entries = runtime.block_on(migrate::migrate(&options, args.dry_run))?;
     let left_out = |entry: &&Entry| matches!(entry.action, Fate::Differs | Fate::Skip);
     let left_out = entries.iter().filter(left_out).count();
     match args.output {
@@ -27,6 +26,7 @@ pub fn run(args: &MigrateArgs, out: &mut impl Write) -> anyhow::Result<u8> {
             writeln!(out, "{shown}")?;
         }
         Output::Text if entries.is_empty() => {
+            let (prefix, endpoints) = (&options.prefix, options.endpoints.join(","));
             writeln!(out, "nothing is kept under {prefix} with the v2 API of {endpoints}")?;
         }
         Output::Text => {

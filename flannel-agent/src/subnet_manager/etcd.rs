@@ -79,11 +79,12 @@ impl EtcdSubnetManager {
     /// without a user.
     pub fn new(options: EtcdOptions, metrics: Metrics) -> Result<Self, StoreError> {
         let Access { endpoints, tls, user } = connect::access(&options)?;
+        let EtcdOptions { prefix, lease_ttl, renew_margin, .. } = options;
         let client = EtcdClient::new(endpoints, tls, user, metrics.clone());
         Ok(Self {
-            registry: Registry::new(client, Keys::new(&options.prefix), metrics),
-            lease_ttl: options.lease_ttl,
-            renew_margin: options.renew_margin,
+            registry: Registry::new(client, Keys::new(&prefix), metrics),
+            lease_ttl,
+            renew_margin,
             held: RefCell::default(),
             held_changed: Notify::new(),
             recent: RefCell::default(),

@@ -148,7 +148,7 @@ const COUNT: libc::c_uint = BATCH as libc::c_uint;
 const NAME: libc::socklen_t = size_of::<libc::sockaddr_in>() as libc::socklen_t;
 
 /// Family of an IPv4 socket address.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "2")]
+#[expect(clippy::cast_possible_truncation, reason = "2")]
 const FAMILY: libc::sa_family_t = libc::AF_INET as libc::sa_family_t;
 
 #[cfg(test)]

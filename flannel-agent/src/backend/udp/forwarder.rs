@@ -81,7 +81,7 @@ pub struct Forwarder {
 
 impl Forwarder {
     /// Starts the threads.
-    pub fn start(path: Path, shared: Arc<Shared>) -> io::Result<Self> {
+    pub fn start(path: Path, shared: &Arc<Shared>) -> io::Result<Self> {
         let (stopped, stop) = io::pipe()?;
         let ended = Arc::<AtomicBool>::default();
         let mut forwarder = Self { stop: Some(stop), threads: Vec::new(), ended };
@@ -91,7 +91,7 @@ impl Forwarder {
             ("udp-to-tun", Worker::socket_to_tun),
         ] {
             let (path, shared, stopped) =
-                (Arc::clone(&path), Arc::clone(&shared), stopped.try_clone()?);
+                (Arc::clone(&path), Arc::clone(shared), stopped.try_clone()?);
             let end = End { ended: Arc::clone(&forwarder.ended), shared: Arc::clone(&shared) };
             let from_tun = forwarder.threads.is_empty();
             let work = move || {

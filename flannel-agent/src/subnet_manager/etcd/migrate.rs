@@ -54,10 +54,10 @@ pub struct Entry {
 ///
 /// # Errors
 /// [`StoreError`] if etcd cannot be asked or refuses.
-pub async fn migrate(options: EtcdOptions, dry_run: bool) -> Result<Vec<Entry>, StoreError> {
+pub async fn migrate(options: &EtcdOptions, dry_run: bool) -> Result<Vec<Entry>, StoreError> {
     let keys = Keys::new(&options.prefix);
     let root = keys.config.trim_end_matches("config").trim_end_matches('/').to_owned();
-    let connect::Access { endpoints, tls, user } = connect::access(&options)?;
+    let connect::Access { endpoints, tls, user } = connect::access(options)?;
     let path = if root.starts_with('/') || root.is_empty() { root } else { format!("/{root}") };
     let tree = v2::read(&endpoints, &tls, user.as_ref(), &path).await;
     let Some(tree) = tree.map_err(StoreError::Unavailable)? else { return Ok(Vec::new()) };

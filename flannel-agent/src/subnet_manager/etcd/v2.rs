@@ -196,15 +196,11 @@ fn client_config(files: &TlsFiles) -> Result<ClientConfig, String> {
 
 /// A path with all but the plainest characters escaped (RFC 3986 section 2.1).
 fn encode(path: &str) -> String {
-    let mut out = String::with_capacity(path.len());
-    for byte in path.bytes() {
-        if byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte) {
-            out.push(char::from(byte));
-        } else {
-            out.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    out
+    let escaped = path.bytes().map(|byte| {
+        let plain = byte.is_ascii_alphanumeric() || b"/-._~".contains(&byte);
+        if plain { char::from(byte).to_string() } else { format!("%{byte:02X}") }
+    });
+    escaped.collect()
 }
 
 /// Standard base64 with padding (RFC 4648 section 4).

@@ -59,7 +59,7 @@ impl Bench {
         peers.apply(PeerUpdate::Snapshot(vec![lease]));
         let own_subnet = "10.5.1.0/24".parse().expect("a subnet");
         shared.set_routes(PeerRoutes::compile(&peers, (own_subnet, None)).0);
-        let forwarder = Forwarder::start(path, Arc::clone(&shared)).expect("started");
+        let forwarder = Forwarder::start(path, &shared).expect("started");
         Self { kernel, peer, own, shared, forwarder }
     }
 
@@ -168,7 +168,7 @@ async fn the_end_of_a_thread_is_told() {
         port: 1,
     };
     let shared = Arc::<Shared>::default();
-    let forwarder = Forwarder::start(path, Arc::clone(&shared)).expect("started");
+    let forwarder = Forwarder::start(path, &shared).expect("started");
     assert!(forwarder.alive());
     drop(reader);
     let told = tokio::time::timeout(PATIENCE, shared.ended.notified()).await;
