@@ -405,6 +405,10 @@ impl Backend for UdpBackend {
         self.mtu
     }
 
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.port)
+    }
+
     fn status(&self) -> Value {
         let link = self.link();
         let device = self.tunnel.as_ref().map(|tunnel| {

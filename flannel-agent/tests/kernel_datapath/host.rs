@@ -287,6 +287,7 @@ fn config(options: &str, dual_stack: bool, state_dir: PathBuf) -> VxlanConfig {
             pin_dir: state_dir.join("bpf"),
             log: false,
         },
+        blackhole_route: false,
         state_dir,
     }
 }
