@@ -436,7 +436,8 @@ impl Agent {
         {
             return;
         }
-        let wanted = SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.policy.masquerade);
+        let wanted =
+            SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.policy.masquerade);
         if self.written.as_ref() == Some(&wanted) {
             return;
         }

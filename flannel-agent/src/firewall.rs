@@ -20,8 +20,8 @@ use std::time::Duration;
 
 use tokio::{sync::watch, task::JoinHandle};
 
-pub use self::rules::{FamilyWanted, FirewallPolicy, FirewallWanted, ForwardPosition};
 use self::keeper::KeeperOptions;
+pub use self::rules::{FamilyWanted, FirewallPolicy, FirewallWanted, ForwardPosition};
 use crate::telemetry::metrics::Metrics;
 
 /// How the firewall is.
@@ -74,7 +74,7 @@ impl Firewall {
     pub async fn changed(&mut self) {
         if self.report.changed().await.is_err() {
             // The task is gone only if the runtime is going down.
-            std::future::pending().await
+            std::future::pending().await;
         }
     }
 

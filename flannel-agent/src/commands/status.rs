@@ -250,7 +250,9 @@ mod tests {
     use super::*;
     use crate::{
         cli::ClientArgs,
-        telemetry::status::{DatapathStatus, FirewallStatus, InterfaceStatus, LeaseStatus, Missing, StoreStatus},
+        telemetry::status::{
+            DatapathStatus, FirewallStatus, InterfaceStatus, LeaseStatus, Missing, StoreStatus,
+        },
     };
 
     #[test]

@@ -62,7 +62,8 @@ pub async fn run(program: &str, arguments: &[&str], input: &str) -> Result<Strin
         .kill_on_drop(true)
         .spawn()
         .map_err(start)?;
-    let (mut stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let (mut stdin, stdout, stderr) =
+        (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let talk = async {
         let write = async {
             if let Some(mut stdin) = stdin.take() {

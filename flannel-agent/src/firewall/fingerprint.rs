@@ -14,7 +14,7 @@ use super::{
 /// The content of each place that holds something of ours.
 pub type Fingerprint = BTreeMap<(Family, &'static str), Vec<u8>>;
 
-/// Our own tables of nf_tables.
+/// Our own tables of `nf_tables`.
 pub fn of_nftables(nf: &mut NfTables) -> io::Result<Fingerprint> {
     let mut found = Fingerprint::new();
     for (family, name) in nf.tables()? {
@@ -36,7 +36,7 @@ pub fn of_nftables(nf: &mut NfTables) -> io::Result<Fingerprint> {
     Ok(found)
 }
 
-/// Our chains in the tables that iptables keeps in nf_tables.
+/// Our chains in the tables that iptables keeps in `nf_tables`.
 pub fn of_iptables_nft(nf: &mut NfTables) -> io::Result<Fingerprint> {
     let mut found = Fingerprint::new();
     for family in Family::ALL {

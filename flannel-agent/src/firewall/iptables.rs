@@ -27,12 +27,8 @@ pub struct Place {
 }
 
 /// What leaves the host.
-pub const MASQUERADE: Place = Place {
-    table: "nat",
-    chain: "FLANNEL-POSTRTG",
-    from: "POSTROUTING",
-    comment: "flanneld masq",
-};
+pub const MASQUERADE: Place =
+    Place { table: "nat", chain: "FLANNEL-POSTRTG", from: "POSTROUTING", comment: "flanneld masq" };
 
 /// What passes through the host.
 pub const FORWARD: Place =
@@ -187,7 +183,7 @@ fn parse(place: Place, text: &str) -> Found {
                 before.push(words.clone());
                 if ours {
                     found.jumps.push((before.len() - 1, words));
-                    found.before = before.clone();
+                    found.before.clone_from(&before);
                 }
             }
             _ => {}
@@ -210,11 +206,11 @@ pub fn barrier(found: &Found) -> Option<String> {
     let (index, _) = found.jumps.first()?;
     let unconditional = |words: &&Words| {
         let rest: Vec<&str> = words.iter().skip(2).map(String::as_str).collect();
-        let rest = match rest.as_slice() {
-            ["-m", "comment", "--comment", _, rest @ ..] => rest,
-            rest => rest,
-        };
-        matches!(rest, ["-j", "DROP" | "REJECT", ..])
+        matches!(
+            rest.as_slice(),
+            ["-j", "DROP" | "REJECT", ..]
+                | ["-m", "comment", "--comment", _, "-j", "DROP" | "REJECT", ..]
+        )
     };
     found.before[..*index].iter().find(unconditional).map(|words| join(words))
 }

@@ -39,7 +39,7 @@ const PATIENCE: u32 = 30;
 const WAR_PAUSE: Duration = Duration::from_secs(2);
 
 /// How often reading and writing may alternate within one pass.
-const ROUNDS: usize = 6;
+const ROUNDS: usize = 50;
 
 /// Which tool writes the rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -301,13 +301,14 @@ impl Keeper {
         if let Some(renderer) = &self.renderer {
             return Ok(renderer.clone());
         }
-        let renderer = if self.options.nftables {
-            Renderer::Nftables
-        } else {
-            Renderer::Iptables(Variant::of_host(&mut self.nf).await.ok_or(
-                "iptables is not installed; install it or set \"EnableNFTables\": true",
-            )?)
-        };
+        let renderer =
+            if self.options.nftables {
+                Renderer::Nftables
+            } else {
+                Renderer::Iptables(Variant::of_host(&mut self.nf).await.ok_or(
+                    "iptables is not installed; install it or set \"EnableNFTables\": true",
+                )?)
+            };
         info!("firewall rules go to {}", removal::name(renderer.realm()));
         self.renderer = Some(renderer.clone());
         Ok(renderer)
@@ -333,7 +334,9 @@ impl Keeper {
             let look = self.look(&renderer, &sets, wanted.forward, &print).await?;
             let again = self.fingerprint(&renderer).await?;
             if again != print {
-                print = again;
+                // Somebody is at it; let them finish.
+                sleep(SETTLE).await;
+                print = self.fingerprint(&renderer).await?;
                 continue;
             }
             // Twice written, twice the same in the kernel: a tool that shows our rules in words
@@ -365,7 +368,7 @@ impl Keeper {
         ];
         let mut empty = true;
         for print in all {
-            empty &= print.map_err(unreadable)?.is_empty();
+            empty &= print.map_err(|err| unreadable(&err))?.is_empty();
         }
         Ok(empty)
     }
@@ -375,14 +378,14 @@ impl Keeper {
             Realm::Nftables => fingerprint::of_nftables(&mut self.nf),
             Realm::Iptables(Kind::Nft) => fingerprint::of_iptables_nft(&mut self.nf),
             Realm::Iptables(Kind::Legacy) => {
-                self.outline = fingerprint::outline_of_legacy().map_err(unreadable)?;
+                self.outline = fingerprint::outline_of_legacy().map_err(|err| unreadable(&err))?;
                 // Megabytes on a host with many services.
                 tokio::task::spawn_blocking(fingerprint::of_legacy)
                     .await
                     .unwrap_or_else(|err| Err(io::Error::other(err)))
             }
         }
-        .map_err(unreadable)
+        .map_err(|err| unreadable(&err))
     }
 
     /// Has the tool show what is there, and finds what to write. A place without anything of ours
@@ -521,7 +524,7 @@ impl Keeper {
     }
 }
 
-fn unreadable(err: io::Error) -> String {
+fn unreadable(err: &io::Error) -> String {
     format!("cannot read the kernel's rules: {err}")
 }
 

@@ -187,7 +187,7 @@ fn parse(family: Family, info: &[u8], blob: &[u8]) -> Option<Chains> {
             return None;
         }
         if let Some(name) = built_in.get(&at) {
-            chain = (*name).to_owned();
+            (*name).clone_into(&mut chain);
         }
         if entry.target() == "ERROR" {
             // The head of a chain of somebody's, or the end of the table.
@@ -222,13 +222,7 @@ fn rule(layout: &Layout, entry: &Entry<'_>, starts: &BTreeMap<usize, String>) ->
     let name = matches.get(2..HEADER - 1).map(text).unwrap_or_default();
     let only_comment = half(matches, 0) == Some(matches.len()) && name == "comment";
     let unconditional = head.iter().all(|byte| *byte == 0) && (matches.is_empty() || only_comment);
-    Rule {
-        content,
-        verdict: verdict.filter(|_| jump.is_none()),
-        jump,
-        unconditional,
-        target,
-    }
+    Rule { content, verdict: verdict.filter(|_| jump.is_none()), jump, unconditional, target }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! nf_tables as the kernel shows it over netlink: dumps, deletions and notifications, without a
+//! `nf_tables` as the kernel shows it over netlink: dumps, deletions and notifications, without a
 //! program to start. `linux/netfilter/nf_tables.h` names the numbers.
 
 use std::io;
@@ -68,7 +68,7 @@ pub const fn number(family: Family) -> u8 {
 }
 
 /// Attributes: type and content.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct Attributes<'a>(&'a [u8]);
 
 impl<'a> Attributes<'a> {
@@ -78,24 +78,24 @@ impl<'a> Attributes<'a> {
     }
 
     /// The first attribute of a type.
-    pub fn get(self, kind: u16) -> Option<&'a [u8]> {
-        self.into_iter().find(|(found, _)| *found == kind).map(|(_, content)| content)
+    pub fn get(&self, kind: u16) -> Option<&'a [u8]> {
+        self.clone().find(|(found, _)| *found == kind).map(|(_, content)| content)
     }
 
     /// The attributes nested in one.
-    pub fn nested(self, kind: u16) -> Self {
+    pub fn nested(&self, kind: u16) -> Self {
         Self(self.get(kind).unwrap_or_default())
     }
 
     /// A string without its final zero; empty if absent.
-    pub fn text(self, kind: u16) -> String {
+    pub fn text(&self, kind: u16) -> String {
         let bytes = self.get(kind).unwrap_or_default();
         let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
         String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
     /// A number in network byte order.
-    pub fn number(self, kind: u16) -> Option<u32> {
+    pub fn number(&self, kind: u16) -> Option<u32> {
         Some(u32::from_be_bytes(self.get(kind)?.try_into().ok()?))
     }
 }
@@ -259,19 +259,14 @@ impl NfTables {
     }
 
     /// The rules of a table or of one chain of it, in order; none if it is not there.
-    pub fn rules(
-        &mut self,
-        family: u8,
-        table: &str,
-        chain: Option<&str>,
-    ) -> io::Result<Vec<Rule>> {
+    pub fn rules(&mut self, family: u8, table: &str, chain: Option<&str>) -> io::Result<Vec<Rule>> {
         let mut filter = Vec::new();
         attribute(&mut filter, 1, &zero_terminated(table));
         if let Some(chain) = chain {
             attribute(&mut filter, 2, &zero_terminated(chain));
         }
         self.dump(family, NFT_MSG_GETRULE, &filter, |message| {
-            let attributes = message.attributes;
+            let attributes = &message.attributes;
             let name = attributes.text(2);
             // Old kernels do not filter.
             let asked = message.kind == NFT_MSG_NEWRULE
@@ -438,7 +433,7 @@ pub struct Notice {
     pub base_chain: bool,
 }
 
-/// A socket that hears of every change of nf_tables in its namespace.
+/// A socket that hears of every change of `nf_tables` in its namespace.
 pub struct Monitor(AsyncFd<Socket>);
 
 impl Monitor {
@@ -481,7 +476,7 @@ impl Monitor {
 fn notices(bytes: &[u8]) -> Vec<Notice> {
     let notice = |(header, payload): (Header, &[u8])| {
         let message = message(&header, payload)?;
-        let attributes = message.attributes;
+        let attributes = &message.attributes;
         let (chain, base_chain) = match message.kind {
             NFT_MSG_NEWTABLE | NFT_MSG_DELTABLE => (String::new(), false),
             NFT_MSG_NEWCHAIN | NFT_MSG_DELCHAIN => {
@@ -497,7 +492,7 @@ fn notices(bytes: &[u8]) -> Vec<Notice> {
 
 /// `NFTA_CHAIN_*`: table 1, handle 2, name 3, hook 4 (number 1, priority 2), policy 5, type 7.
 fn chain(message: &Message<'_>) -> Chain {
-    let attributes = message.attributes;
+    let attributes = &message.attributes;
     let hook = attributes.nested(4);
     let base = hook.number(1).map(|number| Base {
         hook: number,
@@ -518,7 +513,8 @@ struct Header {
 fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (Header, &[u8])> {
     std::iter::from_fn(move || {
         let head = bytes.get(..16)?;
-        let word = |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        let word =
+            |at: usize| u32::from_ne_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
         let half = |at: usize| u16::from_ne_bytes([head[at], head[at + 1]]);
         let length = word(0) as usize;
         let payload = bytes.get(16..length)?;

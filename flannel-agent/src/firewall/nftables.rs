@@ -216,16 +216,12 @@ fn expressions(family: Family, rule: &Rule) -> Value {
         Match::SourceNot(net) => address("saddr", "!=", net),
         Match::Destination(net) => address("daddr", "==", net),
         Match::DestinationNot(net) => address("daddr", "!=", net),
-        Match::UdpPort(port) => test(
-            "==",
-            json!({"payload": {"protocol": "udp", "field": "dport"}}),
-            json!(port),
-        ),
-        Match::LocalSource => test(
-            "==",
-            json!({"fib": {"result": "type", "flags": ["saddr"]}}),
-            json!("local"),
-        ),
+        Match::UdpPort(port) => {
+            test("==", json!({"payload": {"protocol": "udp", "field": "dport"}}), json!(port))
+        }
+        Match::LocalSource => {
+            test("==", json!({"fib": {"result": "type", "flags": ["saddr"]}}), json!("local"))
+        }
     });
     let verdict = match rule.verdict {
         Verdict::Return => json!({"return": null}),

@@ -23,7 +23,7 @@ pub struct Obstacles {
     pub watched: Vec<(u8, String, String)>,
 }
 
-/// Looks through the forward chains of nf_tables.
+/// Looks through the forward chains of `nf_tables`.
 pub fn find(nf: &mut NfTables, families: &[Family]) -> io::Result<Obstacles> {
     let mut obstacles = Obstacles::default();
     for chain in nf.chains()? {
@@ -159,7 +159,8 @@ mod tests {
         assert_eq!(told(vec![step(false, None)], false), None);
         let policy = told(vec![step(false, None)], true).unwrap();
         assert!(policy.contains("policy of chain C"), "{policy}");
-        let rule = told(vec![step(false, None), step(false, Some(NF_DROP)), step(true, None)], false);
+        let rule =
+            told(vec![step(false, None), step(false, Some(NF_DROP)), step(true, None)], false);
         assert!(rule.unwrap().contains("rule 2 of chain C"));
     }
 }

@@ -1,5 +1,5 @@
 //! Taking our rules away: those of the renderer that is not in use, or all of them. What is in
-//! nf_tables goes by one netlink transaction, whatever programs are installed.
+//! `nf_tables` goes by one netlink transaction, whatever programs are installed.
 
 use std::io;
 
@@ -15,9 +15,9 @@ use super::{
 /// Where rules of ours can be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Realm {
-    /// Our own tables in nf_tables.
+    /// Our own tables in `nf_tables`.
     Nftables,
-    /// iptables' tables in nf_tables, or the legacy ones.
+    /// iptables' tables in `nf_tables`, or the legacy ones.
     Iptables(Kind),
 }
 

@@ -1,8 +1,7 @@
-//! Which iptables this host uses: nf_tables underneath, or the legacy tables.
+//! Which iptables this host uses: `nf_tables` underneath, or the legacy tables.
 
 use super::{
-    child,
-    legacy,
+    child, legacy,
     nfnetlink::{NfTables, number},
     rules::Family,
 };
@@ -13,7 +12,7 @@ const HINTS: [&str; 2] = ["KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"];
 /// What is underneath.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// nf_tables.
+    /// `nf_tables`.
     Nft,
     /// The legacy tables.
     Legacy,
@@ -105,7 +104,8 @@ fn in_use(nf: &mut NfTables) -> Option<Kind> {
     let nft_rules = chains.iter().filter(iptables).any(|chain| {
         let rules = nf.rules(chain.family, &chain.table, Some(&chain.name)).unwrap_or_default();
         let ours = |to: String| to.starts_with("FLANNEL-");
-        !chain.name.starts_with("FLANNEL-") && rules.iter().any(|rule| !rule.jump().is_some_and(ours))
+        !chain.name.starts_with("FLANNEL-")
+            && rules.iter().any(|rule| !rule.jump().is_some_and(ours))
     });
     (legacy_rules && !nft_rules).then_some(Kind::Legacy)
 }

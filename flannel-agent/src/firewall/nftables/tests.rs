@@ -25,7 +25,8 @@ fn rules_that_change_change_within_their_chain() {
     let script = transaction(&set(), Some(&there[..there.len() - 1].to_vec()));
     assert!(!script.contains("delete"), "{script}");
     assert!(script.contains("flush chain ip flannel-ipv4 postrtg\n"), "{script}");
-    let rule = "add rule ip flannel-ipv4 postrtg ip saddr 10.77.1.0/24 ip daddr 10.77.0.0/16 return";
+    let rule =
+        "add rule ip flannel-ipv4 postrtg ip saddr 10.77.1.0/24 ip daddr 10.77.0.0/16 return";
     assert!(script.contains(rule), "{script}");
 }
 
