@@ -74,7 +74,7 @@ impl Firewall {
     pub async fn changed(&mut self) {
         if self.report.changed().await.is_err() {
             // The task is gone only if the runtime is going down.
-            std::future::pending().await;
+            std::future::pending::<()>().await;
         }
     }
 
