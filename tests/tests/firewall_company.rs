@@ -40,8 +40,7 @@ fn rules_of_others_stay_and_those_that_drop_our_packets_are_named() -> Result<()
 
 #[test]
 fn a_reject_rule_ahead_of_ours_is_named_and_first_goes_before_it() -> Result<()> {
-    let reject =
-        |node: &flannel_lab::node::Node| node.run("iptables-nft -A FORWARD -j REJECT").map(drop);
+    let reject = |node: &Node| node.run("iptables-nft -A FORWARD -j REJECT").map(drop);
     let lab = Lab::new()?;
     let nat = NatLab::start_after(&lab, Renderer::Iptables, &["--forward-position=first"], reject)?;
     nat.check()?;
@@ -78,21 +77,15 @@ fn nothing_is_installed_where_nothing_is_asked_for() -> Result<()> {
 #[test]
 fn a_held_xtables_lock_delays_the_rules_and_no_peer() -> Result<()> {
     let lab = Lab::new()?;
-    let mut holder = None;
     let store = LocalStore::new(&lab)?;
-    let config = Renderer::Iptables.config();
-    let held = |node: &flannel_lab::node::Node| -> Result<()> {
-        node.run("iptables-legacy -t nat -A POSTROUTING -s 172.31.0.0/16 -j MASQUERADE")?;
-        let mut command = node.command("flock");
-        command.args(["/run/xtables.lock", "sh", "-c", "echo held; exec sleep 600"]);
-        let process = Process::spawn(command, &node.dir().join("lock.log"), false)?;
-        eventually("the lock is held", SOON, || Ok(process.log().contains("held").then_some(())))?;
-        holder = Some(process);
-        Ok(())
-    };
-    store.put_config(&config)?;
+    store.put_config(&Renderer::Iptables.config())?;
     let alder = lab.node("alder")?;
-    held(&alder)?;
+    // What makes this a host of the legacy tables, the only ones with a lock.
+    alder.run("iptables-legacy -t nat -A POSTROUTING -s 172.31.0.0/16 -j MASQUERADE")?;
+    let mut command = alder.command("flock");
+    command.args(["/run/xtables.lock", "sh", "-c", "echo held; exec sleep 600"]);
+    let mut holder = Process::spawn(command, &alder.dir().join("lock.log"), false)?;
+    eventually("the lock is held", SOON, || Ok(holder.log().contains("held").then_some(())))?;
     let peer = KernelPeer::new(lab.node("birch")?, PeerSpec::dual(200))?;
     let (key, lease) = peer.lease();
     store.put_lease(&key, &lease)?;
@@ -115,7 +108,7 @@ fn a_held_xtables_lock_delays_the_rules_and_no_peer() -> Result<()> {
     eventually("the second peer is served", SOON, || {
         Ok((agent.status()?["peers_applied"] == 2).then_some(()))
     })?;
-    holder.as_mut().context("nobody holds the lock")?.kill()?;
+    holder.kill()?;
     agent.wait_ready(READY_WITHIN)?;
     Ok(())
 }
