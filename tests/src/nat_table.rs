@@ -244,9 +244,8 @@ fn listen(address: IpAddr) -> Result<UdpSocket> {
         .with_context(|| format!("cannot listen on {bind}"))?;
     match address {
         IpAddr::V4(group) if group.is_multicast() => {
-            let index = if_nametoindex("eth0")?;
-            // An address of 0.0.0.<index> names an interface.
-            socket.join_multicast_v4(&group, &Ipv4Addr::from_bits(index))?;
+            // On the interface that the group is routed to.
+            socket.join_multicast_v4(&group, &Ipv4Addr::UNSPECIFIED)?;
         }
         IpAddr::V6(group) if group.is_multicast() => {
             socket.join_multicast_v6(&group, if_nametoindex("eth0")?)?;

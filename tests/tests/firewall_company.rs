@@ -83,7 +83,7 @@ fn a_held_xtables_lock_delays_the_rules_and_no_peer() -> Result<()> {
     // What makes this a host of the legacy tables, the only ones with a lock.
     alder.run("iptables-legacy -t nat -A POSTROUTING -s 172.31.0.0/16 -j MASQUERADE")?;
     let mut command = alder.command("flock");
-    command.args(["/run/xtables.lock", "sh", "-c", "echo held; exec sleep 600"]);
+    command.args(["--no-fork", "/run/xtables.lock", "sh", "-c", "echo held; exec sleep 600"]);
     let mut holder = Process::spawn(command, &alder.dir().join("lock.log"), false)?;
     eventually("the lock is held", SOON, || Ok(holder.log().contains("held").then_some(())))?;
     let peer = KernelPeer::new(lab.node("birch")?, PeerSpec::dual(200))?;

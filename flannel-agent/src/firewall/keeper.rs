@@ -343,6 +343,9 @@ impl Keeper {
             // we do not know, not somebody who changes them.
             let settled = matches!(written.as_slice(), [.., a, b] if a == b && *b == print);
             if look.writes.is_empty() || settled {
+                if !look.writes.is_empty() {
+                    warn!("firewall: the tool shows our rules in words we do not know");
+                }
                 self.barriers = look.barriers;
                 self.stood = Some(Stood { wanted: wanted.clone(), fingerprint: print });
                 if repairing && !written.is_empty() {

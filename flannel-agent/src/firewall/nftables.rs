@@ -107,25 +107,22 @@ pub fn wanted_listing(set: &RuleSet) -> Listing {
 
 /// Whether two listings say the same. Chains may be listed before or between the rules.
 pub fn same(a: &Listing, b: &Listing) -> bool {
-    let of = |listing: &Listing, kind: &str| -> Vec<Value> {
-        listing.iter().filter(|object| object.get(kind).is_some()).cloned().collect()
+    let rules = |listing: &Listing, chain: &str| -> Vec<Value> {
+        let of = |object: &&Value| object.get("rule").is_some_and(|rule| rule["chain"] == chain);
+        listing.iter().filter(of).cloned().collect()
     };
-    let unordered = |listing: &Listing| -> Vec<String> {
-        let others = listing.iter().filter(|object| object.get("rule").is_none());
-        let mut others: Vec<String> = others.map(Value::to_string).collect();
-        others.sort();
-        others
+    same_shape(a, b)
+        && a.len() == b.len()
+        && CHAIN_NAMES.iter().all(|chain| rules(a, chain) == rules(b, chain))
+}
+
+/// Whether all but the rules is the same, in whatever order.
+fn same_shape(a: &Listing, b: &Listing) -> bool {
+    let shape = |listing: &Listing| -> Vec<Value> {
+        listing.iter().filter(|object| object.get("rule").is_none()).cloned().collect()
     };
-    let rules_of = |listing: &Listing, chain: &str| -> Vec<Value> {
-        let mut rules = of(listing, "rule");
-        rules.retain(|object| object["rule"]["chain"] == chain);
-        rules
-    };
-    unordered(a) == unordered(b)
-        && of(a, "rule").len() == of(b, "rule").len()
-        && [&MASQUERADE, &FORWARD]
-            .iter()
-            .all(|chain| rules_of(a, chain.name) == rules_of(b, chain.name))
+    let (a, b) = (shape(a), shape(b));
+    a.len() == b.len() && a.iter().all(|object| b.contains(object))
 }
 
 /// The transaction that makes one family's table as wanted, given what is there. Where the chains
@@ -143,10 +140,7 @@ pub fn transaction(set: &RuleSet, there: Option<&Listing>) -> String {
         return script;
     }
     line(format_args!("add table {family} {table} {{ comment \"rules for {table}\"; }}"));
-    let shape = |listing: &Listing| -> Vec<Value> {
-        listing.iter().filter(|object| object.get("rule").is_none()).cloned().collect()
-    };
-    let fits = there.is_none_or(|there| same(&shape(there), &shape(&wanted_listing(set))));
+    let fits = there.is_none_or(|there| same_shape(there, &wanted_listing(set)));
     if no_chain || !fits {
         line(format_args!("delete table {family} {table}"));
         if no_chain {

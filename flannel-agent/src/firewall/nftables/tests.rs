@@ -64,6 +64,26 @@ fn order_and_duplicates_make_a_difference() {
     assert!(same(&wanted, &stripped(&|l| l.swap(0, 1))), "the order of chains is nothing");
 }
 
+/// `nft -j list table ip flannel-ipv4` of nftables 1.0.6 after our transaction.
+const LISTED: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "release_name": "Lester Gooch #5", "json_schema_version": 1}}, {"table": {"family": "ip", "name": "flannel-ipv4", "handle": 1}},
+{"chain": {"family": "ip", "table": "flannel-ipv4", "name": "postrtg", "handle": 1, "type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"}},
+{"chain": {"family": "ip", "table": "flannel-ipv4", "name": "forward", "handle": 9, "type": "filter", "hook": "forward", "prio": 0, "policy": "accept"}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 2, "expr": [{"match": {"op": "==", "left": {"&": [{"meta": {"key": "mark"}}, 16384]}, "right": 16384}}, {"return": null}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 5, "expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.1.0", "len": 24}}}}, {"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"return": null}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 6, "expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "10.77.1.0", "len": 24}}}}, {"return": null}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 7, "expr": [{"match": {"op": "!=", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "10.77.1.0", "len": 24}}}}, {"return": null}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 8, "expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"match": {"op": "!=", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "224.0.0.0", "len": 4}}}}, {"masquerade": {"flags": "fully-random"}}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "postrtg", "handle": 10, "expr": [{"match": {"op": "!=", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"masquerade": {"flags": "fully-random"}}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "forward", "handle": 11, "expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "saddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"accept": null}]}},
+{"rule": {"family": "ip", "table": "flannel-ipv4", "chain": "forward", "handle": 12, "expr": [{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}}, "right": {"prefix": {"addr": "10.77.0.0", "len": 16}}}}, {"accept": null}]}}]}"#;
+
+#[test]
+fn what_nft_lists_is_what_is_wanted() {
+    let listed = parse_listing(LISTED).unwrap();
+    assert!(same(&listed, &wanted_listing(&set())), "{listed:#?}");
+    assert!(!transaction(&set(), Some(&listed)).contains("delete table"));
+}
+
 #[test]
 fn handles_and_comments_are_no_difference() {
     let listed = r#"{"nftables": [{"metainfo": {"version": "1.0.6"}},
