@@ -13,6 +13,7 @@ mod nfnetlink;
 mod nftables;
 mod obstacles;
 pub mod removal;
+mod renderer;
 pub mod rules;
 mod variant;
 

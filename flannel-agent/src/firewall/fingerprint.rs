@@ -11,8 +11,11 @@ use super::{
     rules::Family,
 };
 
+/// A place: the family and the name of our table or chain.
+pub type Key = (Family, &'static str);
+
 /// The content of each place that holds something of ours.
-pub type Fingerprint = BTreeMap<(Family, &'static str), Vec<u8>>;
+pub type Fingerprint = BTreeMap<Key, Vec<u8>>;
 
 /// Our own tables of `nf_tables`.
 pub fn of_nftables(nf: &mut NfTables) -> io::Result<Fingerprint> {

@@ -12,14 +12,14 @@ use tracing::{debug, info, warn};
 use super::{
     FirewallReport,
     child::ChildError,
-    fingerprint::{self, Fingerprint},
-    iptables::{self, PLACES},
+    fingerprint::{self, Fingerprint, Key},
+    iptables::PLACES,
     nfnetlink::{Monitor, NfTables, Notice},
     nftables,
     obstacles::{self, Obstacles},
     removal::{self, Realm},
-    rules::{Family, FirewallWanted, ForwardPosition, Lacks, RuleSet},
-    variant::{Kind, Variant},
+    renderer::{Renderer, Write},
+    rules::{Family, FirewallWanted, Lacks},
 };
 use crate::telemetry::metrics::Metrics;
 
@@ -33,29 +33,13 @@ const LEGACY_LOOK: Duration = Duration::from_secs(1);
 const RETRY: Duration = Duration::from_secs(1);
 const LONGEST_RETRY: Duration = Duration::from_secs(30);
 
-/// Repairs in a row before somebody else counts as working against us, and the pause between
-/// repairs from then on.
-const PATIENCE: u32 = 30;
-const WAR_PAUSE: Duration = Duration::from_secs(2);
+/// How many repairs may come at once before somebody else counts as working against us, in
+/// seconds' worth: from then on there is one a second.
+const REPAIR_BUDGET: Duration = Duration::from_secs(60);
+const REPAIR_COST: Duration = Duration::from_secs(1);
 
 /// How often reading and writing may alternate within one pass.
 const ROUNDS: usize = 50;
-
-/// Which tool writes the rules.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Renderer {
-    Nftables,
-    Iptables(Variant),
-}
-
-impl Renderer {
-    fn realm(&self) -> Realm {
-        match self {
-            Self::Nftables => Realm::Nftables,
-            Self::Iptables(variant) => Realm::Iptables(variant.kind),
-        }
-    }
-}
 
 /// The rules as they were when they were last seen to be right.
 struct Stood {
@@ -120,8 +104,8 @@ struct Keeper {
     others: Option<Vec<String>>,
     outline: Vec<Vec<u8>>,
     next_resync: Instant,
-    /// How many repairs may follow at once, and since when.
-    repairs: (u32, Instant),
+    /// When the budget for repairs will be whole again.
+    repairs_spent_until: Instant,
     failures: u32,
     told: BTreeSet<String>,
 }
@@ -150,7 +134,7 @@ impl Keeper {
             others: None,
             outline: Vec::new(),
             next_resync,
-            repairs: (PATIENCE, Instant::now()),
+            repairs_spent_until: Instant::now(),
             failures: 0,
             told: BTreeSet::new(),
         }
@@ -246,7 +230,7 @@ impl Keeper {
     async fn wait(&mut self, retry: Option<Duration>) -> bool {
         let retry = retry.map(|pause| Instant::now() + pause);
         loop {
-            let legacy = matches!(&self.renderer, Some(Renderer::Iptables(variant)) if variant.kind == Kind::Legacy);
+            let legacy = self.renderer.as_ref().is_some_and(Renderer::is_legacy);
             let mut due = retry.map_or(self.next_resync, |retry| retry.min(self.next_resync));
             if legacy {
                 due = due.min(Instant::now() + LEGACY_LOOK);
@@ -301,14 +285,7 @@ impl Keeper {
         if let Some(renderer) = &self.renderer {
             return Ok(renderer.clone());
         }
-        let renderer =
-            if self.options.nftables {
-                Renderer::Nftables
-            } else {
-                Renderer::Iptables(Variant::of_host(&mut self.nf).await.ok_or(
-                    "iptables is not installed; install it or set \"EnableNFTables\": true",
-                )?)
-            };
+        let renderer = Renderer::choose(self.options.nftables, &mut self.nf).await?;
         info!("firewall rules go to {}", removal::name(renderer.realm()));
         self.renderer = Some(renderer.clone());
         Ok(renderer)
@@ -327,11 +304,20 @@ impl Keeper {
                 return Ok(0);
             }
             self.ration_repairs().await;
+            if self.repair(&renderer, wanted).await {
+                self.options.metrics.repairs.inc();
+                info!("put our firewall rules back, which somebody else had changed");
+                return Ok(1);
+            }
+            print = self.fingerprint(&renderer).await?;
         }
         let mut written: Vec<Fingerprint> = Vec::new();
         for _ in 0..ROUNDS {
             let sets = wanted.rule_sets(self.lacks);
-            let look = self.look(&renderer, &sets, wanted.forward, &print).await?;
+            let look = renderer
+                .look(&sets, wanted.forward, &print)
+                .await
+                .map_err(|err| err.to_string())?;
             let again = self.fingerprint(&renderer).await?;
             if again != print {
                 // Somebody is at it; let them finish.
@@ -362,6 +348,31 @@ impl Keeper {
         Err("something else changes our rules faster than we can write them".to_owned())
     }
 
+    /// The short way back to rules that have stood before: writes the places that differ, and knows
+    /// by the kernel's account that they are as they were. Returns whether they are; whatever else
+    /// is wrong is for the long way.
+    async fn repair(&mut self, renderer: &Renderer, wanted: &FirewallWanted) -> bool {
+        let Some(stood) = self.stood.as_ref().map(|stood| stood.fingerprint.clone()) else {
+            return false;
+        };
+        let Ok(print) = self.fingerprint(renderer).await else { return false };
+        let differs = |key: &Key| print.get(key) != stood.get(key);
+        let sets = wanted.rule_sets(self.lacks);
+        if let Err(err) = renderer.rewrite(&sets, wanted.forward, differs).await {
+            debug!("firewall: repairing: {err}");
+            return false;
+        }
+        self.fingerprint(renderer).await.is_ok_and(|now| now == stood)
+    }
+
+    async fn fingerprint(&mut self, renderer: &Renderer) -> Result<Fingerprint, String> {
+        let unreadable = |err: io::Error| unreadable(&err);
+        if renderer.is_legacy() {
+            self.outline = fingerprint::outline_of_legacy().map_err(unreadable)?;
+        }
+        renderer.fingerprint(&mut self.nf).await.map_err(unreadable)
+    }
+
     /// Whether there is no rule of ours anywhere.
     fn holds_nothing(&mut self) -> Result<bool, String> {
         let all = [
@@ -376,83 +387,6 @@ impl Keeper {
         Ok(empty)
     }
 
-    async fn fingerprint(&mut self, renderer: &Renderer) -> Result<Fingerprint, String> {
-        match renderer.realm() {
-            Realm::Nftables => fingerprint::of_nftables(&mut self.nf),
-            Realm::Iptables(Kind::Nft) => fingerprint::of_iptables_nft(&mut self.nf),
-            Realm::Iptables(Kind::Legacy) => {
-                self.outline = fingerprint::outline_of_legacy().map_err(|err| unreadable(&err))?;
-                // Megabytes on a host with many services.
-                tokio::task::spawn_blocking(fingerprint::of_legacy)
-                    .await
-                    .unwrap_or_else(|err| Err(io::Error::other(err)))
-            }
-        }
-        .map_err(|err| unreadable(&err))
-    }
-
-    /// Has the tool show what is there, and finds what to write. A place without anything of ours
-    /// where nothing is wanted is not looked at: its tool may not even be installed.
-    async fn look(
-        &self,
-        renderer: &Renderer,
-        sets: &[RuleSet],
-        position: ForwardPosition,
-        print: &Fingerprint,
-    ) -> Result<Look, String> {
-        let mut look = Look::default();
-        match renderer {
-            Renderer::Nftables => {
-                let mut script = String::new();
-                for set in sets {
-                    let there = if print.contains_key(&(set.family, nftables::table(set.family))) {
-                        Some(nftables::list(set.family).await.map_err(|err| err.to_string())?)
-                    } else {
-                        None
-                    };
-                    let wanted = nftables::wanted_listing(set);
-                    let right = match &there {
-                        Some(there) => !wanted.is_empty() && nftables::same(there, &wanted),
-                        None => wanted.is_empty(),
-                    };
-                    if !right {
-                        script += &nftables::transaction(set, there.as_ref());
-                    }
-                }
-                look.writes.extend((!script.is_empty()).then_some(Write::Nft(script)));
-            }
-            Renderer::Iptables(variant) => {
-                for set in sets {
-                    let mut input = String::new();
-                    for place in PLACES {
-                        let wanted = !iptables::wanted_chain(set, place).is_empty();
-                        if !wanted && !print.contains_key(&(set.family, place.chain)) {
-                            continue;
-                        }
-                        let found = iptables::read(variant, set.family, place)
-                            .await
-                            .map_err(|err| err.to_string())?;
-                        if !iptables::right(set, place, position, &found) {
-                            input += &iptables::restore_input(set, place, position, &found);
-                        }
-                        if place == iptables::FORWARD
-                            && let Some(rule) = iptables::barrier(&found)
-                        {
-                            look.barriers.push(format!(
-                                "{} rule `{rule}` stands before ours and lets nothing through; \
-                                 --forward-position=first puts ours before it",
-                                set.family
-                            ));
-                        }
-                    }
-                    look.writes
-                        .extend((!input.is_empty()).then_some(Write::Restore(set.family, input)));
-                }
-            }
-        }
-        Ok(look)
-    }
-
     /// Writes. Returns whether that worked; if not, there is a simpler way to try.
     async fn write(
         &mut self,
@@ -460,28 +394,14 @@ impl Keeper {
         writes: &[Write],
         wanted: &FirewallWanted,
     ) -> Result<bool, String> {
-        for write in writes {
-            let outcome = match (write, renderer) {
-                (Write::Restore(family, input), Renderer::Iptables(variant)) => {
-                    iptables::restore(variant, *family, input).await
-                }
-                (Write::Nft(script), _) => nftables::commit(script).await,
-                (Write::Restore(..), Renderer::Nftables) => Ok(()),
-            };
-            match outcome {
-                Ok(()) => {}
-                Err(err) => {
-                    let refused = matches!(&err, ChildError::Failed { .. })
-                        && !err.to_string().contains("xtables lock");
-                    if refused && self.do_without(wanted) {
-                        debug!("firewall: {err}");
-                        return Ok(false);
-                    }
-                    return Err(err.to_string());
-                }
-            }
+        let Err(err) = renderer.write(writes).await else { return Ok(true) };
+        let refused =
+            matches!(&err, ChildError::Failed { .. }) && !err.to_string().contains("xtables lock");
+        if refused && self.do_without(wanted) {
+            debug!("firewall: {err}");
+            return Ok(false);
         }
-        Ok(true)
+        Err(err.to_string())
     }
 
     /// Gives up the next thing that the tool or the kernel may lack. With everything given up and
@@ -499,17 +419,18 @@ impl Keeper {
         next.is_some()
     }
 
-    /// Two programs that both insist would keep each other busy: after some repairs at once, one
-    /// every few seconds.
+    /// Two programs that both insist would keep each other busy: after many repairs at once, one
+    /// a second.
     async fn ration_repairs(&mut self) {
-        let (left, since) = self.repairs;
-        let refilled = since.elapsed().as_secs() / WAR_PAUSE.as_secs();
-        let left = left.saturating_add(u32::try_from(refilled).unwrap_or(u32::MAX)).min(PATIENCE);
-        if left == 0 {
+        let now = Instant::now();
+        // Each repair takes a second out of the budget, time puts it back.
+        let full = now + REPAIR_BUDGET;
+        let spent_until = self.repairs_spent_until.max(now) + REPAIR_COST;
+        if spent_until > full {
             warn!("firewall: something else keeps changing our rules; repairing them more slowly");
-            sleep(WAR_PAUSE).await;
+            sleep_until(spent_until - REPAIR_BUDGET).await;
         }
-        self.repairs = (left.saturating_sub(1), Instant::now());
+        self.repairs_spent_until = spent_until;
     }
 
     /// Once ours stand, what another renderer (of ours or of a flanneld) left behind goes.
@@ -529,19 +450,4 @@ impl Keeper {
 
 fn unreadable(err: &io::Error) -> String {
     format!("cannot read the kernel's rules: {err}")
-}
-
-/// What a look at the rules came to.
-#[derive(Default)]
-struct Look {
-    /// What makes them as wanted; empty if they are.
-    writes: Vec<Write>,
-    /// Rules of others that keep packets from ours.
-    barriers: Vec<String>,
-}
-
-/// One transaction.
-enum Write {
-    Nft(String),
-    Restore(Family, String),
 }
