@@ -35,7 +35,7 @@ const LONGEST_RETRY: Duration = Duration::from_secs(30);
 
 /// How many repairs may come at once before somebody else counts as working against us, in
 /// seconds' worth: from then on there is one a second.
-const REPAIR_BUDGET: Duration = Duration::from_secs(60);
+const REPAIR_BUDGET: Duration = Duration::from_mins(1);
 const REPAIR_COST: Duration = Duration::from_secs(1);
 
 /// How often reading and writing may alternate within one pass.
