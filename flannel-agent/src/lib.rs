@@ -12,6 +12,7 @@ pub mod config;
 pub mod control;
 pub mod datapath;
 pub mod external_interface;
+pub mod firewall;
 pub mod go_json;
 pub mod lease;
 pub mod mac;

@@ -18,6 +18,7 @@ use crate::{
     config::NetworkConfig,
     control::ControlSocket,
     external_interface::{self, ExternalInterface, Families, SelectError},
+    firewall::Firewall,
     state::SharedState,
     subnet_env::SubnetFile,
     subnet_manager::{
@@ -27,7 +28,6 @@ use crate::{
     },
     telemetry::{
         Telemetry,
-        health::Condition,
         metrics::Metrics,
         server::{self, Pages},
         systemd,
@@ -72,9 +72,9 @@ async fn run_until_failure(
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();
+    let firewall_metrics = metrics.clone();
     let store = open_store(options, &metrics)?;
     let telemetry = Rc::new(Telemetry::new(metrics.clone(), |_| {}));
-    telemetry.readiness.met(Condition::Firewall);
     let state = Rc::new(SharedState::new(
         Rc::clone(&telemetry),
         store.kind(),
@@ -85,18 +85,19 @@ async fn run_until_failure(
     let agent = async {
         let config = agent::network_config(&*store, &state).await?;
         state.set_config(&config);
-        warn_unbuilt(options);
         let external = external_interface(options, &config).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
+        let firewall =
+            Firewall::open(config.enable_nftables, options.firewall.resync(), firewall_metrics);
         farewell.set(backend.farewell());
         let agent = Agent::start(
             Rc::clone(&store),
             backend,
             config,
             subnet_file,
-            options.firewall.ip_masq,
+            (firewall, options.firewall.policy()),
             previous.subnets(),
             Rc::clone(&state),
         )
@@ -113,15 +114,6 @@ async fn run_until_failure(
 fn announce_readiness() {
     if let Err(err) = systemd::notify_ready() {
         warn!("could not tell systemd that we are ready: {err}");
-    }
-}
-
-fn warn_unbuilt(options: &Options) {
-    if options.firewall.ip_masq {
-        warn!(
-            "--ip-masq: this version writes FLANNEL_IPMASQ=true but installs no masquerade rules \
-             itself yet; pods reach the outside only if something else translates their addresses"
-        );
     }
 }
 

@@ -9,6 +9,7 @@ use crate::{
     config::NetworkConfig,
     datapath::ebpf::read_pinned_peers,
     external_interface::ExternalInterface,
+    firewall::FirewallReport,
     lease::RawJson,
     peer_table::PeerTable,
     subnet_manager::{Connection, GrantedLease},
@@ -62,6 +63,11 @@ impl SharedState {
     pub fn set_lease(&self, granted: &GrantedLease) {
         self.telemetry.metrics.set_lease_expiry(granted.expires);
         self.inner.borrow_mut().status.lease = Some(granted.into());
+    }
+
+    /// Records how the firewall is.
+    pub fn set_firewall(&self, report: &FirewallReport) {
+        self.inner.borrow_mut().status.firewall = Some(report.into());
     }
 
     /// Replaces the table of peers that is shown.

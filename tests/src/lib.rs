@@ -34,6 +34,7 @@ pub mod kernel_peer;
 pub mod lab;
 pub mod lease_store;
 pub mod loss_meter;
+pub mod nat_table;
 pub mod netns;
 pub mod node;
 pub mod pod;
@@ -62,6 +63,7 @@ pub mod prelude {
         lab::Lab,
         lease_store::{LeaseStore, LocalStore, SUBNETS_PREFIX},
         loss_meter::LossMeter,
+        nat_table::{NatLab, NewFlows, Renderer},
         node::Node,
         pod::Pod,
         traffic,

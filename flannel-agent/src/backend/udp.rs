@@ -64,6 +64,8 @@ pub struct UdpConfig {
     pub external: ExternalInterface,
     /// The cluster's IPv4 network, if IPv4 is enabled.
     pub ipv4_network: Option<Ipv4Net>,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// A device and the thread that serves it. The fields are dropped in this order: the thread has
@@ -84,6 +86,7 @@ pub struct UdpBackend {
     network: Ipv4Net,
     mirror: Mirror,
     metrics: Metrics,
+    blackhole_route: bool,
     socket: Option<UdpSocket>,
     tunnel: Option<Tunnel>,
     shared: Arc<Shared>,
@@ -106,7 +109,7 @@ impl UdpBackend {
     /// # Errors
     /// [`BackendError::Config`] without IPv4, [`BackendError::Kernel`] if netlink is refused.
     pub fn new(config: UdpConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let UdpConfig { options, external, ipv4_network } = config;
+        let UdpConfig { options, external, ipv4_network, blackhole_route } = config;
         let network = ipv4_network.ok_or_else(|| {
             BackendError::Config(
                 "Backend.Type udp carries IPv4 only, and EnableIPv4 is false".to_owned(),
@@ -129,6 +132,7 @@ impl UdpBackend {
             network,
             mirror,
             metrics,
+            blackhole_route,
             socket: None,
             tunnel: None,
             shared: Arc::default(),
@@ -243,6 +247,7 @@ impl UdpBackend {
             devices: vec![link],
             networks: vec![self.network.into()],
             own: vec![own.into()],
+            blackhole_own: self.blackhole_route,
             complete,
             ..Wanted::default()
         }
@@ -420,6 +425,10 @@ impl Backend for UdpBackend {
 
     fn mtu(&self) -> u32 {
         self.mtu
+    }
+
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.port)
     }
 
     fn status(&self) -> Value {
