@@ -112,6 +112,26 @@ impl Candidate {
     }
 }
 
+impl Candidate {
+    /// Whether an agent with this status document has sent packets the way that this candidate
+    /// stands for. If not, why not, as far as the agent tells.
+    pub fn has_carried(self, status: &Value) -> Result<(), String> {
+        let programs = &status["backend"]["datapath"]["programs"];
+        let encapsulates = matches!(self, Self::OursStack | Self::OursFlows | Self::OursXdpFlows);
+        let flows = matches!(self, Self::OursFlows | Self::OursXdpFlows);
+        if encapsulates
+            && programs["outcomes"]["encapsulated"]["packets"].as_u64().unwrap_or(0) == 0
+        {
+            return Err("the programs have encapsulated nothing".to_owned());
+        }
+        if flows && programs["flows"]["promotions"].as_u64().unwrap_or(0) == 0 {
+            let why = programs["flows"]["last_refusal"].as_str().unwrap_or("no reason given");
+            return Err(format!("no flow was promoted: {why}"));
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Display for Candidate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.name())
@@ -157,5 +177,21 @@ mod tests {
         assert!(Candidate::OursXdpFlows.is_in_use(&flows).is_err());
         let xdp = json!({"attached": [{"program": "underlay_xdp", "hook": "native"}]});
         assert_eq!(Candidate::OursXdpFlows.is_in_use(&status(json!("flows"), xdp)), Ok(()));
+    }
+
+    #[test]
+    fn a_fast_path_that_carried_nothing_is_found_out() {
+        let status = |packets: u32, promotions: u32| {
+            json!({"backend": {"datapath": {"programs": {
+                "outcomes": {"encapsulated": {"packets": packets}},
+                "flows": {"promotions": promotions, "last_refusal": "not assured"},
+            }}}})
+        };
+        assert_eq!(Candidate::OursKernel.has_carried(&json!({})), Ok(()));
+        assert!(Candidate::OursStack.has_carried(&status(0, 0)).is_err());
+        assert_eq!(Candidate::OursStack.has_carried(&status(1, 0)), Ok(()));
+        let why = Candidate::OursFlows.has_carried(&status(1, 0)).unwrap_err();
+        assert!(why.contains("not assured"), "{why}");
+        assert_eq!(Candidate::OursFlows.has_carried(&status(1, 1)), Ok(()));
     }
 }

@@ -104,12 +104,13 @@ pub fn measure(arguments: &arguments::Datapath) -> Result<Measured> {
     }
     let (mut series, failures) = take_turns(arguments, &workloads, &sites)?;
     sites.retain(|(candidate, site)| {
-        let reason = match site.why_not_in_use() {
-            Ok(None) => return true,
-            Ok(Some(reason)) => reason,
-            Err(error) => format!("{error:#}"),
+        let reason = match (site.why_not_in_use(), site.why_not_used()) {
+            (Ok(None), Ok(None)) => return true,
+            (Ok(Some(reason)), _) | (_, Ok(Some(reason))) => reason,
+            (Err(error), _) | (_, Err(error)) => format!("{error:#}"),
         };
-        skipped.push((*candidate, format!("not in use any more after the rounds: {reason}")));
+        println!("{candidate}: not what it stands for after the rounds: {reason}");
+        skipped.push((*candidate, format!("after the rounds: {reason}")));
         series.retain(|(of, _), _| of != candidate);
         false
     });

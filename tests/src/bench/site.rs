@@ -96,7 +96,9 @@ impl Site {
             _ => {
                 let flags = candidate.agent_flags();
                 let flags = flags.with_context(|| format!("{candidate} is not ours"))?;
-                paths::ours(&lab, nodes, flags)?
+                let udp = candidate == Candidate::OursUdp;
+                let config = if udp { paths::UDP_CONFIG } else { paths::CONFIG };
+                paths::ours(&lab, nodes, flags, config)?
             }
         };
         let site = Self::with(candidate, lab, way)?;
@@ -114,7 +116,7 @@ impl Site {
         for node in &nodes {
             rules::install_kube_proxy(node)?;
         }
-        let way = paths::ours(&lab, nodes, flags)?;
+        let way = paths::ours(&lab, nodes, flags, paths::CONFIG)?;
         Self::with(Candidate::OursFlows, lab, way)
     }
 
@@ -141,6 +143,17 @@ impl Site {
     pub fn why_not_in_use(&self) -> Result<Option<String>> {
         for agent in &self.way.agents {
             if let Err(reason) = self.candidate.is_in_use(&agent.status()?) {
+                return Ok(Some(reason));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Asks the agents whether packets went the way that the candidate stands for; the reason if
+    /// not.
+    pub fn why_not_used(&self) -> Result<Option<String>> {
+        for agent in &self.way.agents {
+            if let Err(reason) = self.candidate.has_carried(&agent.status()?) {
                 return Ok(Some(reason));
             }
         }
