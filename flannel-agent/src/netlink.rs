@@ -1,6 +1,8 @@
-//! The kernel's links, addresses, routes and neighbours, over rtnetlink. Its types stay in here.
+//! The kernel's links, addresses, routes and neighbours, over rtnetlink, and its
+//! connections, over ctnetlink. Their types stay in here.
 
 pub mod address;
+pub mod conntrack;
 pub mod inventory;
 pub mod link;
 pub mod mirror;
