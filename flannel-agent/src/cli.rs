@@ -37,6 +37,8 @@ pub enum Command {
     Status(StatusArgs),
     /// List the peers.
     Peers(PeersArgs),
+    /// List the flows that bypass the host's stack.
+    Flows(FlowsArgs),
     /// Carry over what is kept with etcd's v2 API.
     MigrateEtcdV2(Box<MigrateArgs>),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
@@ -137,6 +139,17 @@ pub struct PeersArgs {
     pub client: ClientArgs,
 }
 
+/// Arguments of `flows`.
+#[derive(Clone, Debug, Args)]
+pub struct FlowsArgs {
+    /// How to print.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t)]
+    pub output: Output,
+    /// Where the agent pins its BPF maps.
+    #[arg(long, value_name = "DIR", default_value = flags::DEFAULT_BPF_PIN_DIR)]
+    pub bpf_pin_dir: PathBuf,
+}
+
 /// Arguments of `migrate-etcd-v2`.
 #[derive(Clone, Debug, Args)]
 pub struct MigrateArgs {
@@ -169,6 +182,11 @@ const SUBCOMMANDS: &[Subcommand] = &[
         name: "peers",
         about: "List the peers and what the data path knows of them",
         parse: |s, words, env| Ok(Command::Peers(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "flows",
+        about: "List the flows that bypass the host's stack, from the pinned maps",
+        parse: |s, words, env| Ok(Command::Flows(s.client_args(words, env)?)),
     },
     Subcommand {
         name: "migrate-etcd-v2",

@@ -49,6 +49,11 @@ pub fn main() -> ExitCode {
                 || datapath::ebpf::read_pinned_peers(pins).map_err(|reason| reason.to_string());
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
         }
+        Command::Flows(args) => {
+            let read = |pins: &std::path::Path| {
+                datapath::ebpf::read_pinned_flows(pins).map_err(|reason| reason.to_string())
+            };
+            finish(commands::flows::run(&args, &read, &mut std::io::stdout()))
         Command::MigrateEtcdV2(args) => {
             finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
         }

@@ -12,10 +12,13 @@
 mod count;
 mod decap;
 mod encap;
+mod flows;
 mod maps;
+mod pod;
 mod self_test;
 mod skb;
 mod tunnel_egress;
+mod tunnel_ingress;
 mod underlay_ingress;
 
 use aya_ebpf::{macros::classifier, programs::TcContext};
@@ -25,6 +28,27 @@ use aya_ebpf::{macros::classifier, programs::TcContext};
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn tunnel_egress(ctx: TcContext) -> i32 {
     tunnel_egress::run(&ctx)
+}
+
+/// Tunnel device, TC ingress: delivers packets of promoted flows.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn tunnel_ingress(ctx: TcContext) -> i32 {
+    tunnel_ingress::run(&ctx)
+}
+
+/// Host side of a pod's device, TC ingress: sends packets of promoted flows into the tunnel.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn pod_ingress(ctx: TcContext) -> i32 {
+    pod::ingress(&ctx)
+}
+
+/// Host side of a pod's device, TC egress: sees what the stack delivers to the pod.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn pod_egress(ctx: TcContext) -> i32 {
+    pod::egress(&ctx)
 }
 
 /// Underlay device, TC ingress: filters what comes by the tunnel and takes it out.

@@ -2,10 +2,11 @@
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
-    btf_maps::{Array, HashMap, LpmTrie, PerCpuArray},
+    btf_maps::{Array, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf},
     macros::btf_map,
 };
 use flannel_common::{
+    flow::{Flow, Flow4Key, Flow6Key, FlowRules, MAX_FLOWS, Offer},
     map::{Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, Vtep, VtepKey},
     outcome::Outcome,
     wire::Words,
@@ -15,6 +16,10 @@ use crate::decap::BURSTS;
 
 const PEERS_ROOM: usize = MAX_PEERS as usize;
 const VTEPS_ROOM: usize = MAX_VTEPS as usize;
+const FLOWS_ROOM: usize = MAX_FLOWS as usize;
+
+/// Room for some thousand offers, in bytes: a power of two.
+const EVENTS_LEN: usize = 1 << 18;
 
 /// What to recognise.
 #[btf_map]
@@ -45,6 +50,22 @@ pub static PEER_COUNTERS: PerCpuArray<Counters, PEERS_ROOM> = PerCpuArray::new()
 /// What became of the packets sent to the tunnel's port, by the number of the outcome.
 #[btf_map]
 pub static OUTCOMES: PerCpuArray<Counters, { Outcome::COUNT }> = PerCpuArray::new();
+
+/// What to do about flows.
+#[btf_map]
+pub static FLOW_RULES: Array<FlowRules, 1> = Array::new();
+
+/// IPv4 flows, those in the middle of their proof and those promoted.
+#[btf_map]
+pub static FLOWS4: LruHashMap<Flow4Key, Flow, FLOWS_ROOM> = LruHashMap::new();
+
+/// IPv6 flows.
+#[btf_map]
+pub static FLOWS6: LruHashMap<Flow6Key, Flow, FLOWS_ROOM> = LruHashMap::new();
+
+/// Flows offered to the agent.
+#[btf_map]
+pub static EVENTS: RingBuf<Offer, EVENTS_LEN> = RingBuf::new();
 
 /// When the last line was logged, in nanoseconds since boot.
 #[btf_map]

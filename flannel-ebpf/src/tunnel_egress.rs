@@ -6,12 +6,16 @@ use aya_ebpf::{
 };
 use flannel_common::{
     encap::HeadV4,
+    flow::{Direction, FlowRules},
     map::{Config, VtepKey, switch},
     outcome::Outcome,
+    wire::{ETHERTYPE_IPV4, ETHERTYPE_IPV6},
 };
 
 use crate::{
-    count, encap, maps,
+    count, encap,
+    flows::{self, V4, V6},
+    maps,
     skb::{self, Skb},
 };
 
@@ -19,6 +23,7 @@ use crate::{
 #[inline(always)]
 pub fn run(ctx: &TcContext) -> i32 {
     let skb = Skb::new(ctx);
+    note(skb);
     let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
     // The headers change both; the kernel's device counts before, too.
     let (segments, len) = (skb.segments(), skb.len());
@@ -30,6 +35,32 @@ pub fn run(ctx: &TcContext) -> i32 {
     };
     count::add(&maps::OUTCOMES, outcome, segments, len);
     action
+}
+
+/// The packet came out of the stack.
+#[inline(always)]
+fn note(skb: Skb) {
+    let Some(rules) = flows::rules() else { return };
+    if flows::was_branded(skb) || !flows::is_plain(skb) {
+        return;
+    }
+    match skb.ethertype() {
+        ETHERTYPE_IPV4 => after_v4(skb.raw(), rules),
+        ETHERTYPE_IPV6 => after_v6(skb.raw(), rules),
+        _ => 0,
+    };
+}
+
+#[inline(never)]
+fn after_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
+    flows::after::<V4>(Skb::from(raw), Direction::Out, rules);
+    0
+}
+
+#[inline(never)]
+fn after_v6(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
+    flows::after::<V6>(Skb::from(raw), Direction::Out, rules);
+    0
 }
 
 /// Returns the program's result, or why not by its number.

@@ -1,11 +1,13 @@
 //! TC ingress of the underlay device: refuse, take out of the tunnel, or leave to the kernel.
 
+use core::ptr::null_mut;
+
 use aya_ebpf::{
     bindings::{
         __sk_buff, BPF_F_INGRESS, BPF_FIB_LKUP_RET_NOT_FWDED, TC_ACT_SHOT, TC_ACT_UNSPEC,
         bpf_fib_lookup as FibLookup,
     },
-    helpers::{bpf_check_mtu, bpf_fib_lookup, bpf_ktime_get_ns, bpf_redirect},
+    helpers::{bpf_check_mtu, bpf_fib_lookup, bpf_ktime_get_ns, bpf_redirect, bpf_redirect_peer},
     programs::TcContext,
 };
 use aya_log_ebpf::{
@@ -14,7 +16,9 @@ use aya_log_ebpf::{
 };
 use flannel_common::{
     decap::{Addresses, ArrivedV4, Leases, NO_PEER, Plain, filter},
-    encap::{OVERHEAD_V4, OVERHEAD_V6},
+    ecn::Decapsulate,
+    encap::{Ethernet, OVERHEAD_V4, OVERHEAD_V6},
+    flow::{Direction, Flow as FlowEntry, FlowRules},
     map::{Config, Mac, OuterAddress, Tunnel, switch},
     outcome::Outcome,
     outer::{self, Packet, Seen},
@@ -24,8 +28,9 @@ use flannel_common::{
 use crate::{
     count,
     decap::{self, Flow, Maps},
+    flows::{self, Family, V4, V6},
     maps,
-    skb::Skb,
+    skb::{self, Skb},
 };
 
 /// "Next": whoever else is at this hook has a say, and then the kernel.
@@ -93,9 +98,10 @@ fn concerns_port(skb: Skb, config: &Config) -> bool {
 /// none of ours.
 #[inline(always)]
 fn judge(skb: Skb, config: &Config) -> Option<(u32, i32)> {
+    let flow = find(skb);
     let plain = match skb.ethertype() {
-        ETHERTYPE_IPV4 => over_v4(skb.raw(), config),
-        ETHERTYPE_IPV6 => over_v6(skb.raw(), config, decap::checksum_fits_v6(skb.raw())),
+        ETHERTYPE_IPV4 => over_v4(skb.raw(), config, flow),
+        ETHERTYPE_IPV6 => over_v6(skb.raw(), config, flow, decap::checksum_fits_v6(skb.raw())),
         _ => return None,
     };
     let packed = if plain == UNUSUAL { unusual(skb.raw(), config) } else { plain };
@@ -119,7 +125,7 @@ fn unpack(packed: i64) -> (u32, i32) {
 }
 
 #[inline(never)]
-fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
+fn over_v4(raw: *mut __sk_buff, config: &Config, flow: *mut FlowEntry) -> i64 {
     let skb = Skb::from(raw);
     let mut words = ArrivedV4::ZERO;
     let Some(mut plain) = decap::take_v4(skb, config, &mut words) else { return UNUSUAL };
@@ -129,12 +135,13 @@ fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
         return UNUSUAL;
     }
     let tunnel = &config.v4;
-    let (port, frame) = (words.raw16(14 + 20), decap::frame_v4(&words));
-    pack(plain_packet(skb, config, tunnel, &plain, port, OVERHEAD_V4, &frame))
+    let (source_port, frame) = (words.raw16(14 + 20), decap::frame_v4(&words));
+    let arrived = Arrived { source_port, overhead: OVERHEAD_V4, frame, flow };
+    pack(plain_packet(skb, config, tunnel, &plain, &arrived))
 }
 
 #[inline(never)]
-fn over_v6(raw: *mut __sk_buff, config: &Config, checksum_fits: u64) -> i64 {
+fn over_v6(raw: *mut __sk_buff, config: &Config, flow: *mut FlowEntry, checksum_fits: u64) -> i64 {
     let skb = Skb::from(raw);
     let Some(words) = maps::scratch() else { return UNUSUAL };
     let Some(mut plain) = decap::take_v6(skb, config, words) else { return UNUSUAL };
@@ -144,13 +151,26 @@ fn over_v6(raw: *mut __sk_buff, config: &Config, checksum_fits: u64) -> i64 {
         return UNUSUAL;
     }
     let tunnel = &config.v6;
-    let (port, frame) = (words.raw16(14 + 40), decap::frame_v6(words));
-    pack(plain_packet(skb, config, tunnel, &plain, port, OVERHEAD_V6, &frame))
+    let (source_port, frame) = (words.raw16(14 + 40), decap::frame_v6(words));
+    let arrived = Arrived { source_port, overhead: OVERHEAD_V6, frame, flow };
+    pack(plain_packet(skb, config, tunnel, &plain, &arrived))
 }
 
 #[inline(never)]
 fn unusual(raw: *mut __sk_buff, config: &Config) -> i64 {
     unusual_packet(Skb::from(raw), config).map_or(OTHER, pack)
+}
+
+/// What else matters of a packet with the usual headers.
+struct Arrived {
+    /// The outer source port, as on the wire.
+    source_port: u16,
+    /// The length of the headers before the inner frame's IP packet, Ethernet left out.
+    overhead: usize,
+    /// The inner Ethernet header.
+    frame: Ethernet,
+    /// The flow of what is inside, if it goes straight to a pod; else null.
+    flow: *mut FlowEntry,
 }
 
 /// A packet with the usual headers, to the tunnel's address.
@@ -160,9 +180,7 @@ fn plain_packet(
     config: &Config,
     tunnel: &Tunnel,
     plain: &Plain,
-    source_port: u16,
-    overhead: usize,
-    frame: &[u16; 7],
+    arrived: &Arrived,
 ) -> (Outcome, i32) {
     let peer = match filter(&Maps, config, &plain.source, plain.frame_to, &plain.addresses) {
         Ok(peer) => peer,
@@ -172,7 +190,9 @@ fn plain_packet(
     if config.switches & switch::DECAP == 0 {
         return (known(peer), NEXT);
     }
-    let Some(flow) = Flow::of(&plain.source, source_port) else { return (known(peer), NEXT) };
+    let Some(flow) = Flow::of(&plain.source, arrived.source_port) else {
+        return (known(peer), NEXT);
+    };
     let merged = skb.gso_size() != 0;
     let taken = if merged {
         Err(Outcome::Merged)
@@ -181,7 +201,7 @@ fn plain_packet(
     } else if flow.behind_burst() {
         return (Outcome::BehindBurst, NEXT);
     } else {
-        take_out(skb, config, tunnel, plain, overhead, frame)
+        take_out(skb, config, tunnel, plain, arrived)
     };
     match taken {
         Ok(action) => (Outcome::Decapsulated, action),
@@ -200,16 +220,107 @@ fn take_out(
     config: &Config,
     tunnel: &Tunnel,
     plain: &Plain,
-    overhead: usize,
-    frame: &[u16; 7],
+    arrived: &Arrived,
 ) -> Result<i32, Outcome> {
     let ecn = plain.decapsulate(tunnel, config.switches & switch::FILTER != 0)?;
+    if let Some(action) = straight_to_pod(skb, arrived.overhead, ecn, arrived.flow)? {
+        return Ok(action);
+    }
     if !exists(skb, tunnel.ifindex) {
         return Err(Outcome::NoDevice);
     }
-    decap::strip(skb, overhead, frame, ecn)?;
+    decap::strip(skb, arrived.overhead, &arrived.frame, ecn)?;
     // SAFETY: a helper without conditions.
     Ok(unsafe { bpf_redirect(tunnel.ifindex, u64::from(BPF_F_INGRESS)) } as i32)
+}
+
+/// Takes a packet of a promoted flow out and hands it to the pod. `None`: the tunnel device's
+/// ingress is next.
+#[inline(always)]
+fn straight_to_pod(
+    skb: Skb,
+    overhead: usize,
+    ecn: Decapsulate,
+    flow: *mut FlowEntry,
+) -> Result<Option<i32>, Outcome> {
+    if flow.is_null() {
+        return Ok(None);
+    }
+    let set_ce = u32::from(ecn == Decapsulate::SetCe);
+    let packed = if overhead == OVERHEAD_V4 {
+        straight_v4(skb.raw(), flow, set_ce)
+    } else {
+        straight_v6(skb.raw(), flow, set_ce)
+    };
+    match skb::unpack(packed) {
+        Ok(TC_ACT_UNSPEC) => Ok(None),
+        Ok(action) => Ok(Some(action)),
+        Err(_) => Err(flows::HALF_DONE),
+    }
+}
+
+/// Looks for the flow of what is inside, before anything is judged: by calls beside those that
+/// judge, because the stack is short. Null if there is none that goes straight to a pod.
+#[inline(always)]
+fn find(skb: Skb) -> *mut FlowEntry {
+    let Some(rules) = flows::rules() else { return null_mut() };
+    if skb.gso_size() != 0 || !flows::is_plain(skb) {
+        return null_mut();
+    }
+    match skb.ethertype() {
+        ETHERTYPE_IPV4 => find_v4(skb.raw(), rules),
+        ETHERTYPE_IPV6 => find_v6(skb.raw(), rules),
+        _ => null_mut(),
+    }
+}
+
+#[inline(never)]
+fn find_v4(raw: *mut __sk_buff, rules: &FlowRules) -> *mut FlowEntry {
+    flows::look_inside::<V4>(Skb::from(raw), flows::IP + OVERHEAD_V4 as u32, rules)
+}
+
+#[inline(never)]
+fn find_v6(raw: *mut __sk_buff, rules: &FlowRules) -> *mut FlowEntry {
+    flows::look_inside::<V6>(Skb::from(raw), flows::IP + OVERHEAD_V6 as u32, rules)
+}
+
+#[inline(never)]
+fn straight_v4(raw: *mut __sk_buff, flow: *mut FlowEntry, set_ce: u32) -> i64 {
+    skb::pack(straight::<V4>(Skb::from(raw), flow, OVERHEAD_V4, set_ce))
+}
+
+#[inline(never)]
+fn straight_v6(raw: *mut __sk_buff, flow: *mut FlowEntry, set_ce: u32) -> i64 {
+    skb::pack(straight::<V6>(Skb::from(raw), flow, OVERHEAD_V6, set_ce))
+}
+
+#[inline(always)]
+fn straight<F: Family>(
+    skb: Skb,
+    flow: *mut FlowEntry,
+    overhead: usize,
+    set_ce: u32,
+) -> Result<i32, Outcome> {
+    // SAFETY: a valid pointer into the map, which the caller has compared with null.
+    let flow = unsafe { &mut *flow };
+    let ifindex = flow.pod_ifindex;
+    if !flows::takes(skb, ifindex, overhead as u32) {
+        return Ok(NEXT);
+    }
+    let frame = flows::ethernet(&flow.pod_frame, F::ETHERTYPE);
+    let ecn = if set_ce == 0 { Decapsulate::Keep } else { Decapsulate::SetCe };
+    match decap::strip(skb, overhead, &frame, ecn) {
+        Ok(()) => (),
+        Err(Outcome::DropNoMemory) => return Err(flows::HALF_DONE),
+        // Nothing was changed.
+        Err(_) => return Ok(NEXT),
+    }
+    if !F::hop(skb, flows::IP) {
+        return Err(flows::HALF_DONE);
+    }
+    flows::count(flow, Direction::In);
+    // SAFETY: a helper without conditions.
+    Ok((unsafe { bpf_redirect_peer(ifindex, 0) }) as i32)
 }
 
 /// Options, fragments, truncated or malformed packets, and those to another of our addresses:

@@ -106,6 +106,7 @@ fn vxlan(parts: Parts<'_>) -> Made {
             log: options.log.verbosity >= 4,
             mode: options.datapath.fast_path,
             filter: options.datapath.peer_filter,
+            flow_interval: std::time::Duration::from_millis(options.datapath.flow_interval_ms),
         },
     };
     Ok(Box::new(VxlanBackend::new(config, metrics)?))

@@ -7,7 +7,13 @@ mod identity;
 mod options;
 mod peers;
 
-use std::{collections::HashMap, fs, io, net::IpAddr, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs, io,
+    net::IpAddr,
+    path::PathBuf,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -94,6 +100,8 @@ pub struct VxlanBackend {
     /// Whether the pass to come mends what somebody else changed.
     repairing: bool,
     counts: Counts,
+    /// The pods' devices at the last pass.
+    pods: BTreeSet<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -153,6 +161,7 @@ impl VxlanBackend {
             read_anew: true,
             repairing: false,
             counts: Counts::default(),
+            pods: BTreeSet::new(),
         })
     }
 
@@ -425,10 +434,17 @@ impl VxlanBackend {
             wanted: self.wanted.as_ref(),
             peers,
         });
+        self.pods = fast_path::pods(self.mirror.tables(), &self.tunnels());
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }
+    }
+
+    /// Whether pods came or went since the programs were last told.
+    fn pods_differ(&self) -> bool {
+        self.fast_path_config.mode == crate::cli::flags::FastPath::Flows
+            && self.pods != fast_path::pods(self.mirror.tables(), &self.tunnels())
     }
 
     /// Whether the kernel differs from the last pass's wanted state.
@@ -544,6 +560,12 @@ impl Backend for VxlanBackend {
             let due = self.next_pass;
             tokio::select! {
                 () = self.mirror.readable() => {}
+                () = self.fast_path.flows_due() => {
+                    if self.fast_path.tend_flows() {
+                        return;
+                    }
+                    continue;
+                }
                 () = tokio::time::sleep_until(due) => {
                     if self.read_anew {
                         self.mirror.distrust();
@@ -559,6 +581,9 @@ impl Backend for VxlanBackend {
                     }
                     if heard.ours && self.differs() {
                         self.repairing = true;
+                        return;
+                    }
+                    if heard.ours && self.pods_differ() {
                         return;
                     }
                 }

@@ -258,6 +258,9 @@ pub struct DatapathFlags {
     /// How much of the host's stack known flows skip.
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub fast_path: FastPath,
+    /// How often, in milliseconds, a flow that skips the host's stack sends a packet through it again.
+    #[arg(long, value_name = "MS", default_value_t = 1000)]
+    pub flow_interval_ms: u64,
     /// Whether tunnel packets are taken off in XDP.
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub xdp: XdpMode,

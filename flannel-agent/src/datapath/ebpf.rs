@@ -5,18 +5,27 @@
 
 mod attach;
 mod counters;
+mod flow_list;
+mod flows;
 mod hook;
 mod index;
 mod link;
 mod object;
 mod pin;
+mod promoter;
 mod self_test;
 mod table;
 mod tc_filter;
+mod tc_qdisc;
 mod tcx_query;
 mod wanted;
 
-use std::{collections::BTreeMap, io, net::IpAddr, path::PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::IpAddr,
+    path::PathBuf,
+};
 
 use aya::{
     Ebpf,
@@ -28,12 +37,14 @@ use serde_json::{Value, json};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     task::AbortHandle,
+    time::Instant,
 };
 
 use self::{
     attach::Attachments,
     counters::{CounterArray, Peers},
-    hook::HOOKS,
+    flows::{Flows, SIGN_OF_LIFE},
+    hook::{HOOKS, POD_EGRESS, POD_INGRESS},
     index::IndexPool,
     object::chain,
     pin::PinDirectory,
@@ -44,6 +55,8 @@ use crate::lease::Subnets;
 
 pub use self::{
     counters::read_pinned_peers,
+    flow_list::read_pinned_flows,
+    flows::FlowsWanted,
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
 };
 
@@ -175,6 +188,11 @@ pub struct EbpfDatapath {
     /// Of each hook, in the order of [`HOOKS`].
     attachments: [Attachments; HOOKS.len()],
     forwards: bool,
+    flows: Flows,
+    /// Pods' devices that somebody else works on, too.
+    shared: BTreeSet<u32>,
+    /// When the next sign of life is due, if flows bypass the stack.
+    next_sign: Option<Instant>,
     log: Option<AbortHandle>,
 }
 
@@ -203,6 +221,9 @@ impl EbpfDatapath {
             subnets_v6: Table::adopt(take(&mut ebpf, pin::SUBNETS6.name)?).map_err(map)?,
             attachments: HOOKS.map(|hook| Attachments::new(hook, options.attach)),
             forwards: false,
+            flows: Flows::new(&mut ebpf)?,
+            shared: BTreeSet::new(),
+            next_sign: None,
             known: BTreeMap::new(),
             indexes: IndexPool::new(MAX_PEERS),
             left_out: 0,
@@ -221,8 +242,17 @@ impl EbpfDatapath {
     /// the number of changes. Everything is tried; the first failure is the answer.
     pub fn apply(&mut self, wanted: &FastPathWanted) -> Result<usize, EbpfError> {
         self.keep_pins();
+        // Others' programs at a pod's device may do anything to its packets.
+        let mut wanted = wanted.clone();
+        if let Some(flows) = &mut wanted.flows {
+            self.shared =
+                flows.pods.extract_if(.., |pod| has_strangers(&self.pins, *pod)).collect();
+        }
+        let wanted = &wanted;
         let maps = self.apply_maps(wanted).map_err(|error| EbpfError::map(&error));
-        let devices = [wanted.underlay.clone(), wanted.tunnels()];
+        let pods = || wanted.flows.iter().flat_map(|flows| flows.pods.iter().copied()).collect();
+        let for_flows = if wanted.flows.is_some() { wanted.tunnels() } else { Vec::new() };
+        let devices = [wanted.underlay.clone(), wanted.tunnels(), for_flows, pods(), pods()];
         let mut changes = maps;
         for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
         {
@@ -233,9 +263,42 @@ impl EbpfDatapath {
         changes
     }
 
-    /// Whether the programs encapsulate and decapsulate.
-    pub fn forwards(&self) -> bool {
-        self.forwards
+    /// Resolves when flows have to be seen to. Cancel-safe.
+    pub async fn flows_due(&self) {
+        let Some(next) = self.next_sign else { return std::future::pending().await };
+        tokio::select! {
+            () = self.flows.offered() => {}
+            () = tokio::time::sleep_until(next) => {}
+        }
+    }
+
+    /// Promotes what was offered, and gives a sign of life. Returns whether
+    /// [`apply`](Self::apply) has to look at the pods again.
+    #[must_use]
+    pub fn tend_flows(&mut self) -> bool {
+        self.flows.consider();
+        if self.next_sign.is_none_or(|next| next > Instant::now()) {
+            return false;
+        }
+        self.next_sign = Some(Instant::now() + SIGN_OF_LIFE);
+        self.flows.look_after();
+        let strangers = |pod: &u32| has_strangers(&self.pins, *pod);
+        let shared: Vec<u32> = self.flows.pods().filter(strangers).collect();
+        let result = self.flows.leave_alone(&shared).and_then(|()| self.flows.sign_of_life());
+        if let Err(error) = result {
+            // Then flows take the stack again.
+            tracing::warn!("flows: {}", chain(&error));
+        }
+        !shared.is_empty() || self.shared.iter().any(|pod| !strangers(pod))
+    }
+
+    /// How much of the host's stack the programs skip: `flows`, `stack` or `off`.
+    pub fn fast_path(&self) -> &'static str {
+        match (self.forwards, self.next_sign) {
+            (true, Some(_)) => "flows",
+            (true, None) => "stack",
+            (false, _) => "off",
+        }
     }
 
     /// What came from each peer, in the order of their addresses.
@@ -273,6 +336,7 @@ impl EbpfDatapath {
             "peers": self.known.len(),
             "peers_left_out": self.left_out,
             "vteps": self.vteps.len(),
+            "flows": self.next_sign.map(|_| self.flows.status()),
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
             "pins": self.pins.path(),
             "problem": problem,
@@ -307,8 +371,11 @@ impl EbpfDatapath {
         if old != wanted.config(old.epoch) {
             // What was learnt under other conditions is worthless.
             self.config.set(0, wanted.config(old.epoch.wrapping_add(1)), 0)?;
+            self.flows.begin_epoch()?;
             changes += 1;
         }
+        changes += self.flows.apply(wanted.flows.as_ref())?;
+        self.next_sign = wanted.flows.as_ref().map(|_| Instant::now() + SIGN_OF_LIFE);
         Ok(changes)
     }
 
@@ -436,6 +503,19 @@ impl Drop for EbpfDatapath {
             log.abort();
         }
     }
+}
+
+/// Whether somebody shapes a pod's device, or has a program or filter there. Not knowing counts
+/// as yes.
+fn has_strangers(pins: &PinDirectory, ifindex: u32) -> bool {
+    let shaped = !tc_qdisc::is_shaped(ifindex).is_ok_and(|shaped| !shaped);
+    shaped
+        || [POD_INGRESS, POD_EGRESS].into_iter().any(|hook| {
+            // Ours, or the one of the agent before us, whose pinned link we are about to take over.
+            let ours = usize::from(pins.link(hook.program, ifindex).exists());
+            !tcx_query::attached(hook.side, ifindex).is_ok_and(|ids| ids.len() <= ours)
+                || !tc_filter::has_others(hook.side, ifindex).is_ok_and(|others| !others)
+        })
 }
 
 /// One entry per outer address. Of leases that share one, the first with a subnet of the family.

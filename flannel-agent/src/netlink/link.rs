@@ -26,6 +26,10 @@ pub struct Link {
     pub mac: Option<MacAddr>,
     /// VXLAN parameters, if it is a VXLAN device.
     pub vxlan: Option<Vxlan>,
+    /// Whether it is an end of a veth pair.
+    pub veth: bool,
+    /// Index of the bridge (or bond) it belongs to.
+    pub master: Option<u32>,
 }
 
 /// Parameters of a VXLAN device.
@@ -58,6 +62,8 @@ impl Link {
             up: message.header.flags.contains(LinkFlags::Up),
             mac: None,
             vxlan: None,
+            veth: false,
+            master: None,
         };
         for attribute in &message.attributes {
             match attribute {
@@ -66,7 +72,13 @@ impl Link {
                 LinkAttribute::Address(bytes) => {
                     link.mac = <[u8; 6]>::try_from(bytes.as_slice()).ok().map(MacAddr);
                 }
-                LinkAttribute::LinkInfo(infos) => link.vxlan = vxlan(infos),
+                LinkAttribute::LinkInfo(infos) => {
+                    link.vxlan = vxlan(infos);
+                    link.veth = infos.contains(&LinkInfo::Kind(InfoKind::Veth));
+                }
+                LinkAttribute::Controller(index) => {
+                    link.master = Some(*index).filter(|index| *index != 0);
+                }
                 _ => {}
             }
         }

@@ -289,6 +289,7 @@ fn config(options: &str, dual_stack: bool, state_dir: PathBuf) -> VxlanConfig {
             log: false,
             mode: FastPathMode::Auto,
             filter: PeerFilter::Default,
+            flow_interval: Duration::from_secs(1),
         },
         blackhole_route: false,
         state_dir,

@@ -1,17 +1,27 @@
 //! The eBPF programs beside the kernel's device: which rung of the ladder is in use, and why not
 //! the one above.
 
-use std::{collections::BTreeMap, fs, net::IpAddr, path::PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    net::IpAddr,
+    path::PathBuf,
+    time::Duration,
+};
 
+use ipnet::IpNet;
 use serde_json::{Value, json};
 use tracing::{error, info, warn};
 
 use super::{VxlanOptions, device::Family, peers::Tunnel};
 use crate::{
     cli::flags::{FastPath as FastPathMode, PeerFilter},
-    datapath::ebpf::{
-        AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, LeaseEntry, PeerEntry,
-        TunnelEnd, VtepName,
+    datapath::{
+        ebpf::{
+            AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, FlowsWanted, LeaseEntry,
+            PeerEntry, TunnelEnd, VtepName,
+        },
+        pods,
     },
     lease::Subnets,
     netlink::{link::Link, mirror::Tables},
@@ -35,6 +45,8 @@ pub struct FastPathConfig {
     pub mode: FastPathMode,
     /// Who may send us tunnel packets.
     pub filter: PeerFilter,
+    /// How often a flow that bypasses the stack proves itself.
+    pub flow_interval: Duration,
 }
 
 /// The programs, or why there are none.
@@ -92,13 +104,30 @@ impl FastPath {
         }
     }
 
+    /// Resolves when flows have to be seen to. Cancel-safe.
+    pub async fn flows_due(&self) {
+        match self {
+            Self::On(datapath) => datapath.flows_due().await,
+            Self::Pending | Self::Off(_) => std::future::pending().await,
+        }
+    }
+
+    /// Sees to flows. Returns whether the programs have to be told anew about the pods.
+    #[must_use]
+    pub fn tend_flows(&mut self) -> bool {
+        match self {
+            Self::On(datapath) => datapath.tend_flows(),
+            Self::Pending | Self::Off(_) => false,
+        }
+    }
+
     /// For `status`: the mode in use and why not a better one.
     pub fn status(&self) -> Value {
         match self {
             Self::On(datapath) => json!({
                 "mode": "ebpf",
                 "reason": "",
-                "fast_path": if datapath.forwards() { "stack" } else { "off" },
+                "fast_path": datapath.fast_path(),
                 "programs": datapath.status(),
             }),
             Self::Pending => json!({"mode": "kernel", "reason": "still starting"}),
@@ -150,7 +179,40 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         other_vnis: tables.links.values().any(|link| {
             link.vxlan.as_ref().is_some_and(|vxlan| vxlan.port == options.port) && !ours(link.index)
         }),
+        flows: flows(sources, plain),
     }
+}
+
+/// What is asked of flows; `None` if none shall bypass the stack.
+fn flows(sources: &Sources<'_>, plain: bool) -> Option<FlowsWanted> {
+    if !plain || sources.config.mode != FastPathMode::Flows {
+        return None;
+    }
+    let mtu = |family| {
+        let tunnel = sources.tunnels.iter().find(|tunnel| tunnel.family == family);
+        tunnel.and_then(|tunnel| sources.tables.links.get(&tunnel.link)).map_or(0, |link| link.mtu)
+    };
+    let own = |family| sources.tunnels.iter().find(|tunnel| tunnel.family == family);
+    Some(FlowsWanted {
+        interval: sources.config.flow_interval,
+        pods: pods(sources.tables, sources.tunnels),
+        subnet_v4: own(Family::V4).and_then(|tunnel| match tunnel.own {
+            IpNet::V4(net) => Some(net),
+            IpNet::V6(_) => None,
+        }),
+        subnet_v6: own(Family::V6).and_then(|tunnel| match tunnel.own {
+            IpNet::V6(net) => Some(net),
+            IpNet::V4(_) => None,
+        }),
+        mtu_v4: mtu(Family::V4),
+        mtu_v6: mtu(Family::V6),
+    })
+}
+
+/// The devices of our pods.
+pub fn pods(tables: &Tables, tunnels: &[Tunnel]) -> BTreeSet<u32> {
+    let subnets: Vec<IpNet> = tunnels.iter().map(|tunnel| tunnel.own).collect();
+    pods::devices(tables, &subnets)
 }
 
 fn end(sources: &Sources<'_>, family: Family) -> Option<TunnelEnd> {
@@ -182,8 +244,8 @@ fn vteps(sources: &Sources<'_>) -> BTreeMap<VtepName, IpAddr> {
 fn leases(sources: &Sources<'_>) -> Vec<LeaseEntry> {
     let mut leases = Vec::new();
     for (subnets, attributes) in sources.peers.peers() {
-        let v4 = subnets.v4.map(ipnet::IpNet::from).zip(attributes.public_ip.map(IpAddr::from));
-        let v6 = subnets.v6.map(ipnet::IpNet::from).zip(attributes.public_ipv6.map(IpAddr::from));
+        let v4 = subnets.v4.map(IpNet::from).zip(attributes.public_ip.map(IpAddr::from));
+        let v6 = subnets.v6.map(IpNet::from).zip(attributes.public_ipv6.map(IpAddr::from));
         for (subnet, outer) in v4.into_iter().chain(v6) {
             let vtep_mac = sources.tunnels.iter().find_map(|tunnel| {
                 let key = (tunnel.link, subnet.network());

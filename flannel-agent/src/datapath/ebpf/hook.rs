@@ -26,8 +26,18 @@ pub(super) const UNDERLAY_INGRESS: Hook = Hook { program: "underlay_ingress", si
 /// The tunnel device: what is to go into the tunnel.
 pub(super) const TUNNEL_EGRESS: Hook = Hook { program: "tunnel_egress", side: Side::Egress };
 
+/// The tunnel device: what came out of the tunnel.
+pub(super) const TUNNEL_INGRESS: Hook = Hook { program: "tunnel_ingress", side: Side::Ingress };
+
+/// The host's side of a pod's device: what the pod sends.
+pub(super) const POD_INGRESS: Hook = Hook { program: "pod_ingress", side: Side::Ingress };
+
+/// The same device: what the pod gets.
+pub(super) const POD_EGRESS: Hook = Hook { program: "pod_egress", side: Side::Egress };
+
 /// All of them.
-pub(super) const HOOKS: [Hook; 2] = [UNDERLAY_INGRESS, TUNNEL_EGRESS];
+pub(super) const HOOKS: [Hook; 5] =
+    [UNDERLAY_INGRESS, TUNNEL_EGRESS, TUNNEL_INGRESS, POD_INGRESS, POD_EGRESS];
 
 impl Side {
     /// As aya calls it.

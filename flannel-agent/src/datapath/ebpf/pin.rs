@@ -14,6 +14,7 @@ use std::{
 
 use aya::maps::{MapData, MapInfo, MapType, lpm_trie::Key};
 use flannel_common::{
+    flow::{Flow, Flow4Key, Flow6Key, FlowRules, MAX_FLOWS},
     map::{
         Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, SCHEMA_VERSION, Vtep,
         VtepKey,
@@ -51,9 +52,15 @@ pub(super) const SUBNETS4: MapShape =
 pub(super) const SUBNETS6: MapShape =
     shape::<Key<[u8; 16]>, Lease>("SUBNETS6", MapType::LpmTrie, MAX_PEERS as usize);
 
+pub(super) const FLOW_RULES: MapShape = shape::<u32, FlowRules>("FLOW_RULES", MapType::Array, 1);
+pub(super) const FLOWS4: MapShape =
+    shape::<Flow4Key, Flow>("FLOWS4", MapType::LruHash, MAX_FLOWS as usize);
+pub(super) const FLOWS6: MapShape =
+    shape::<Flow6Key, Flow>("FLOWS6", MapType::LruHash, MAX_FLOWS as usize);
+
 /// The maps that are pinned.
-pub(super) const MAPS: [MapShape; 7] =
-    [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES, VTEPS, SUBNETS4, SUBNETS6];
+pub(super) const MAPS: [MapShape; 10] =
+    [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES, VTEPS, SUBNETS4, SUBNETS6, FLOW_RULES, FLOWS4, FLOWS6];
 
 const fn shape<K, V>(name: &'static str, kind: MapType, entries: usize) -> MapShape {
     MapShape { name, kind, key: size_of::<K>(), value: size_of::<V>(), entries }

@@ -29,9 +29,14 @@ struct Query {
     revision: u64,
 }
 
-/// Whether the program with this number is at the device's TCX ingress. A kernel without TCX has
-/// none there.
+/// Whether the program with this number is at a side of the device's TCX hook.
 pub(super) fn is_attached(side: Side, ifindex: u32, program: u32) -> io::Result<bool> {
+    Ok(attached(side, ifindex)?.contains(&program))
+}
+
+/// The numbers of the programs at a side of the device's TCX hook, in their order. A kernel without
+/// TCX has none there.
+pub(super) fn attached(side: Side, ifindex: u32) -> io::Result<Vec<u32>> {
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut query = Query {
         target_ifindex: ifindex,
@@ -46,12 +51,12 @@ pub(super) fn is_attached(side: Side, ifindex: u32, program: u32) -> io::Result<
         unsafe { libc::syscall(libc::SYS_bpf, BPF_PROG_QUERY, &raw mut query, size_of::<Query>()) };
     if result == 0 {
         let count = usize::try_from(query.count).unwrap_or_default();
-        return Ok(ids.iter().take(count).any(|id| *id == program));
+        return Ok(ids.into_iter().take(count).collect());
     }
     let error = io::Error::last_os_error();
     match error.raw_os_error() {
         // No such hook; no such device.
-        Some(libc::EINVAL | libc::E2BIG | libc::ENODEV) => Ok(false),
+        Some(libc::EINVAL | libc::E2BIG | libc::ENODEV) => Ok(Vec::new()),
         _ => Err(error),
     }
 }

@@ -8,6 +8,7 @@ use std::{
 use flannel_common::map::{self, Config, OuterAddress, switch};
 use ipnet::IpNet;
 
+use super::flows::FlowsWanted;
 use crate::{lease::Subnets, mac::MacAddr};
 
 /// What the programs shall do.
@@ -37,6 +38,8 @@ pub struct FastPathWanted {
     pub filter: Filter,
     /// Whether other devices take other VNIs on the same port.
     pub other_vnis: bool,
+    /// Flows that bypass the host's stack; `None`: none does.
+    pub flows: Option<FlowsWanted>,
 }
 
 /// Who may send tunnel packets to us.

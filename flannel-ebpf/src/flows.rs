@@ -1,0 +1,341 @@
+//! What the hooks before and after the stack have in common: which flow a packet belongs to, and
+//! what its proof says. The steps of the proof are in `flannel_common::flow`.
+
+use core::ptr::null_mut;
+
+use aya_ebpf::{
+    btf_maps::lpm_trie::Key,
+    helpers::{bpf_check_mtu, bpf_ktime_get_ns, bpf_skb_store_bytes},
+};
+use flannel_common::{
+    encap::Ethernet,
+    flow::{
+        Direction, Flow, Flow4Key, Flow6Key, FlowRules, FrameAddresses, Offer, Seen, Segment,
+        Verdict,
+        packet::{self, Inner},
+    },
+    map::{Config, Tunnel},
+    outcome::Outcome,
+    outer::Packet,
+    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Words},
+};
+
+use crate::{maps, skb::Skb};
+
+/// Where the IP header of a frame begins.
+pub const IP: u32 = ETHERNET_LEN as u32;
+
+/// `BPF_F_RECOMPUTE_CSUM`.
+const RECOMPUTE_CHECKSUM: u64 = 1;
+
+/// One of the two kinds of inner packets.
+pub trait Family {
+    type Key: Copy;
+    const ETHERTYPE: u16;
+
+    /// Reads a packet whose IP header begins at an offset.
+    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Self::Key>>;
+    /// Whether the local end is of our subnet.
+    fn is_ours(rules: &FlowRules, key: &Self::Key) -> bool;
+    /// Whether the other end is reached by the tunnel.
+    fn is_tunnelled(key: &Self::Key) -> bool;
+    fn mtu(rules: &FlowRules) -> u32;
+    /// The tunnel that these packets go by.
+    fn tunnel(config: &Config) -> &Tunnel;
+    fn find(key: &Self::Key) -> Option<*mut Flow>;
+    fn insert(key: &Self::Key, flow: &Flow);
+    fn remove(key: &Self::Key);
+    fn offer(key: &Self::Key) -> Offer;
+    /// Takes one from the hop limit of the packet whose IP header is at an offset, which has been
+    /// read and is above one.
+    fn hop(skb: Skb, at: u32) -> bool;
+}
+
+pub struct V4;
+pub struct V6;
+
+impl Family for V4 {
+    type Key = Flow4Key;
+    const ETHERTYPE: u16 = ETHERTYPE_IPV4;
+
+    #[inline(always)]
+    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Flow4Key>> {
+        packet::v4(&skb, at, direction)
+    }
+
+    #[inline(always)]
+    fn is_ours(rules: &FlowRules, key: &Flow4Key) -> bool {
+        rules.is_local_v4(key.local)
+    }
+
+    #[inline(always)]
+    fn is_tunnelled(key: &Flow4Key) -> bool {
+        maps::SUBNETS4.get(&Key::new(32, key.remote)).is_some_and(|lease| lease.tunnelled == 1)
+    }
+
+    #[inline(always)]
+    fn mtu(rules: &FlowRules) -> u32 {
+        rules.mtu_v4
+    }
+
+    #[inline(always)]
+    fn tunnel(config: &Config) -> &Tunnel {
+        &config.v4
+    }
+
+    #[inline(always)]
+    fn find(key: &Flow4Key) -> Option<*mut Flow> {
+        maps::FLOWS4.get_ptr_mut(key)
+    }
+
+    #[inline(always)]
+    fn insert(key: &Flow4Key, flow: &Flow) {
+        // A map without room means a flow without a bypass.
+        let _ = maps::FLOWS4.insert(key, flow, 0);
+    }
+
+    #[inline(always)]
+    fn remove(key: &Flow4Key) {
+        let _ = maps::FLOWS4.remove(key);
+    }
+
+    #[inline(always)]
+    fn offer(key: &Flow4Key) -> Offer {
+        Offer { v4: *key, v6: Flow6Key::default(), family: 4, reserved: 0 }
+    }
+
+    #[inline(always)]
+    fn hop(skb: Skb, at: u32) -> bool {
+        let Some([hops, protocol, high, low]) = skb.bytes(at + 8) else { return false };
+        let checksum = packet::checksum_after_hop(u16::from_be_bytes([high, low]));
+        let [high, low] = checksum.to_be_bytes();
+        store(skb, at + 8, &[hops.wrapping_sub(1), protocol, high, low], 0)
+    }
+}
+
+impl Family for V6 {
+    type Key = Flow6Key;
+    const ETHERTYPE: u16 = ETHERTYPE_IPV6;
+
+    #[inline(always)]
+    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Flow6Key>> {
+        packet::v6(&skb, at, direction)
+    }
+
+    #[inline(always)]
+    fn is_ours(rules: &FlowRules, key: &Flow6Key) -> bool {
+        rules.is_local_v6(key.local)
+    }
+
+    #[inline(always)]
+    fn is_tunnelled(key: &Flow6Key) -> bool {
+        maps::SUBNETS6.get(&Key::new(128, key.remote)).is_some_and(|lease| lease.tunnelled == 1)
+    }
+
+    #[inline(always)]
+    fn mtu(rules: &FlowRules) -> u32 {
+        rules.mtu_v6
+    }
+
+    #[inline(always)]
+    fn tunnel(config: &Config) -> &Tunnel {
+        &config.v6
+    }
+
+    #[inline(always)]
+    fn find(key: &Flow6Key) -> Option<*mut Flow> {
+        maps::FLOWS6.get_ptr_mut(key)
+    }
+
+    #[inline(always)]
+    fn insert(key: &Flow6Key, flow: &Flow) {
+        let _ = maps::FLOWS6.insert(key, flow, 0);
+    }
+
+    #[inline(always)]
+    fn remove(key: &Flow6Key) {
+        let _ = maps::FLOWS6.remove(key);
+    }
+
+    #[inline(always)]
+    fn offer(key: &Flow6Key) -> Offer {
+        Offer { v4: Flow4Key::default(), v6: *key, family: 6, reserved: 0 }
+    }
+
+    #[inline(always)]
+    fn hop(skb: Skb, at: u32) -> bool {
+        let Some([hops]) = skb.bytes(at + 7) else { return false };
+        store(skb, at + 7, &[hops.wrapping_sub(1)], RECOMPUTE_CHECKSUM)
+    }
+}
+
+/// The rules, unless all of this is switched off.
+#[inline(always)]
+pub fn rules() -> Option<&'static FlowRules> {
+    maps::FLOW_RULES.get(0).filter(|rules| rules.alive_until != 0)
+}
+
+/// Where and when.
+#[inline(always)]
+fn seen(skb: Skb) -> Option<Seen> {
+    let mut frame = Words::<6>::ZERO;
+    if !skb.load::<12, 6>(&mut frame) {
+        return None;
+    }
+    // SAFETY: a helper without conditions.
+    let now = unsafe { bpf_ktime_get_ns() };
+    Some(Seen { ifindex: skb.ifindex(), frame: frame.0, now })
+}
+
+/// A packet in plain sight: neither marked nor tagged.
+#[inline(always)]
+pub fn is_plain(skb: Skb) -> bool {
+    skb.mark() == 0 && !skb.tagged()
+}
+
+/// Stands in a packet's traffic control index, which nothing else uses any more, from a pod's
+/// device to the tunnel's: this one did not come out of the stack.
+const BRAND: u32 = 0x464c;
+
+/// Marks a packet that bypasses the stack.
+#[inline(always)]
+pub fn brand(skb: Skb) {
+    // SAFETY: the kernel passes a valid context; the verifier checks the access.
+    unsafe { (*skb.raw()).tc_index = BRAND };
+}
+
+/// Whether a packet has bypassed the stack; takes the mark off.
+#[inline(always)]
+pub fn was_branded(skb: Skb) -> bool {
+    // SAFETY: as above.
+    let branded = unsafe { (*skb.raw()).tc_index } == BRAND;
+    if branded {
+        // SAFETY: as above.
+        unsafe { (*skb.raw()).tc_index = 0 };
+    }
+    branded
+}
+
+/// What a packet means for its flow: one that needs the stack means nothing.
+#[inline(always)]
+fn segment<K>(skb: Skb, inner: &Inner<K>, mtu: u32) -> Segment {
+    let may = inner.may_bypass(skb.len().saturating_sub(IP), skb.gso_size(), mtu);
+    if inner.segment == Segment::Plain && !may { Segment::Odd } else { inner.segment }
+}
+
+/// A packet before the stack: its flow, if it may bypass the stack.
+#[inline(always)]
+pub fn before<F: Family>(
+    skb: Skb,
+    direction: Direction,
+    rules: &FlowRules,
+) -> Option<&'static mut Flow> {
+    let inner = F::read(skb, IP, direction)?;
+    if !F::is_ours(rules, &inner.key) {
+        return None;
+    }
+    let segment = segment(skb, &inner, F::mtu(rules));
+    let seen = seen(skb)?;
+    let Some(flow) = F::find(&inner.key) else {
+        // Only a local pod makes entries: a stranger's flood shall not push others out.
+        if segment == Segment::Plain
+            && matches!(direction, Direction::Out)
+            && F::is_tunnelled(&inner.key)
+        {
+            let mut flow = Flow::begin(seen.now, rules);
+            let _ = flow.before(direction, &seen, segment, rules);
+            F::insert(&inner.key, &flow);
+        }
+        return None;
+    };
+    // SAFETY: a valid pointer into the map. Others may write too; see `flannel_common::flow`.
+    let flow = unsafe { &mut *flow };
+    match flow.before(direction, &seen, segment, rules) {
+        Verdict::Stack => None,
+        Verdict::Forget => {
+            F::remove(&inner.key);
+            None
+        }
+        Verdict::Bypass => Some(flow),
+    }
+}
+
+/// A packet that came out of the stack.
+#[inline(always)]
+pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
+    let Some(inner) = F::read(skb, IP, direction) else { return };
+    if !F::is_ours(rules, &inner.key) {
+        return;
+    }
+    let Some(flow) = F::find(&inner.key) else { return };
+    let Some(seen) = seen(skb) else { return };
+    // SAFETY: as above.
+    let flow = unsafe { &mut *flow };
+    if flow.after(direction, &seen, inner.segment, rules) {
+        // Without room the agent hears of it the next time.
+        let _ = maps::EVENTS.output(F::offer(&inner.key), 0);
+    }
+}
+
+/// A packet inside of a tunnel packet, whose IP header begins at an offset: the flow, if it may
+/// go straight to the pod, else null. Nothing is noted; on the other way it comes by the tunnel's
+/// device.
+#[inline(always)]
+pub fn look_inside<F: Family>(skb: Skb, at: u32, rules: &FlowRules) -> *mut Flow {
+    let Some(inner) = F::read(skb, at, Direction::In) else { return null_mut() };
+    let len = skb.len().saturating_sub(at);
+    if inner.segment != Segment::Plain
+        || !F::is_ours(rules, &inner.key)
+        || !inner.may_bypass(len, 0, F::mtu(rules))
+    {
+        return null_mut();
+    }
+    let Some(flow) = F::find(&inner.key) else { return null_mut() };
+    // SAFETY: a helper without conditions.
+    let now = unsafe { bpf_ktime_get_ns() };
+    let seen = Seen { ifindex: 0, frame: [0; 6], now };
+    // SAFETY: as above.
+    if unsafe { &*flow }.may_pass(Direction::In, &seen, rules) { flow } else { null_mut() }
+}
+
+/// Whether the pod's device is there and takes a packet of this length.
+#[inline(always)]
+pub fn takes(skb: Skb, ifindex: u32, shorter_by: u32) -> bool {
+    let mut mtu = 0;
+    let delta = -(shorter_by as i32);
+    // SAFETY: the helper writes one number.
+    ifindex != 0 && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } == 0
+}
+
+/// Writes a frame's addresses.
+#[inline(always)]
+pub fn address(skb: Skb, frame: &FrameAddresses) -> bool {
+    skb.store(&Words(*frame))
+}
+
+/// Counts a packet that bypassed the stack.
+#[inline(always)]
+pub fn count(flow: &mut Flow, direction: Direction) {
+    let way = direction as usize & 1;
+    flow.bypassed[way] = flow.bypassed[way].wrapping_add(1);
+}
+
+#[inline(always)]
+fn store<const N: usize>(skb: Skb, at: u32, bytes: &[u8; N], flags: u64) -> bool {
+    // SAFETY: the helper reads N bytes from a buffer of N bytes.
+    unsafe {
+        bpf_skb_store_bytes(skb.raw().cast(), at, bytes.as_ptr().cast(), N as u32, flags) == 0
+    }
+}
+
+/// What a change that cannot be undone and failed half-way comes to.
+pub const HALF_DONE: Outcome = Outcome::DropNoMemory;
+
+/// An Ethernet header.
+#[inline(always)]
+pub fn ethernet(addresses: &FrameAddresses, ethertype: u16) -> Ethernet {
+    let mut header = [ethertype.to_be(); 7];
+    let (start, _) = header.split_at_mut(addresses.len());
+    start.copy_from_slice(addresses);
+    header
+}
