@@ -54,6 +54,7 @@ pub fn main() -> ExitCode {
                 datapath::ebpf::read_pinned_flows(pins).map_err(|reason| reason.to_string())
             };
             finish(commands::flows::run(&args, &read, &mut std::io::stdout()))
+        }
         Command::MigrateEtcdV2(args) => {
             finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
         }

@@ -26,6 +26,7 @@ pub mod bench;
 pub mod capture;
 pub mod change_meter;
 pub mod cluster;
+pub mod conversation;
 pub mod craft;
 pub mod duo;
 pub mod etcd;
@@ -57,6 +58,7 @@ pub mod prelude {
         agent::{Agent, READY_WITHIN, SubnetEnv},
         capture::Capture,
         cluster::{Cluster, Plan},
+        conversation::{Bulk, Conversation, Datagrams},
         duo::Duo,
         etcd::{Etcd, EtcdOptions},
         kernel_peer::{KernelPeer, PeerSpec},
