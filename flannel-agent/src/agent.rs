@@ -251,6 +251,8 @@ impl Agent {
                     self.write_subnet_file(&self.granted.lease.clone());
                 }
                 _ = heartbeat.tick() => {
+                    // Counters go on between passes.
+                    self.state.set_backend(self.backend.status());
                     if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
                         self.check_lease().await;
                     }

@@ -49,6 +49,9 @@ pub fn main() -> ExitCode {
                 || datapath::ebpf::read_pinned_peers(pins).map_err(|reason| reason.to_string());
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
         }
+        Command::MigrateEtcdV2(args) => {
+            finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
+        }
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
     }
 }

@@ -118,7 +118,6 @@ fn announce_readiness() {
 }
 
 fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, Exit> {
-    let margin = Duration::from_secs(60 * options.etcd.renew_margin_minutes.unsigned_abs());
     let local = options.files.local_subnet_mgr.0.clone();
     if options.kube.enabled {
         return Err(Exit::failure(
@@ -127,15 +126,18 @@ fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManag
         ));
     }
     let store: Result<Rc<dyn SubnetManager>, _> = match local {
-        Some(dir) => LocalSubnetManager::new(dir, LEASE_TTL, margin, metrics.clone())
-            .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
-        None => EtcdSubnetManager::new(etcd_options(&options.etcd, margin), metrics.clone())
+        Some(dir) => {
+            LocalSubnetManager::new(dir, LEASE_TTL, renew_margin(&options.etcd), metrics.clone())
+                .map(|store| Rc::new(store) as Rc<dyn SubnetManager>)
+        }
+        None => EtcdSubnetManager::new(etcd_options(&options.etcd), metrics.clone())
             .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
     };
     store.map_err(|err| Exit::failure(err.to_string()))
 }
 
-fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
+/// How the flags say that etcd is reached.
+pub(crate) fn etcd_options(flags: &EtcdFlags) -> EtcdOptions {
     let text = |value: &str| Some(value.to_owned()).filter(|value| !value.is_empty());
     let file = |value: &str| text(value).map(Into::into);
     EtcdOptions {
@@ -147,8 +149,12 @@ fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
         username: text(&flags.username),
         password: text(flags.password.expose()).map(Password::from),
         lease_ttl: LEASE_TTL,
-        renew_margin,
+        renew_margin: renew_margin(flags),
     }
+}
+
+fn renew_margin(flags: &EtcdFlags) -> Duration {
+    Duration::from_secs(60 * flags.renew_margin_minutes.unsigned_abs())
 }
 
 /// Chooses the external interface. What may only be late (an address in duplicate detection, a

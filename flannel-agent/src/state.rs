@@ -91,6 +91,13 @@ impl SharedState {
         inner.status.peers_applied = report.peers_applied;
         inner.status.problems =
             report.device_problem.iter().chain(&report.problems).cloned().collect();
+        drop(inner);
+        self.set_backend(backend);
+    }
+
+    /// Records what the backend shows of itself.
+    pub fn set_backend(&self, backend: Value) {
+        let mut inner = self.inner.borrow_mut();
         let text =
             |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
         inner.status.datapath = text("mode")

@@ -41,6 +41,7 @@ pub mod pod;
 pub mod process;
 pub mod run;
 pub mod traffic;
+pub mod udp_proxy;
 pub mod usage;
 pub mod vxlan_view;
 pub mod wait;
@@ -66,6 +67,7 @@ pub mod prelude {
         node::Node,
         pod::Pod,
         traffic,
+        udp_proxy::UdpProxy,
         wait::{eventually, holds_for},
     };
 }
