@@ -128,10 +128,11 @@ fn no_program_is_started_while_our_rules_stand_whatever_others_do_with_theirs() 
         let started = || faults_of_children(nat.duo.agent.pid());
         // A repair shows that the figure tells.
         let before = started()?;
+        let changes =
+            || -> Result<Value> { Ok(nat.duo.agent.status()?["firewall"]["changes"].clone()) };
+        let written = changes()?;
         nat.tamper("nft flush ruleset")?;
-        eventually("a repair is counted", SOON, || {
-            Ok((nat.duo.agent.metric("flannel_repairs_total")? >= 1.0).then_some(()))
-        })?;
+        eventually("a repair is told", SOON, || Ok((changes()? != written).then_some(())))?;
         ensure!(started()? > before, "a repair without a program");
         let settled = started()?;
         for round in 0..20 {
