@@ -254,3 +254,67 @@ fn outside(prefix: &str, net: &str, network: &str) -> String {
          {prefix}Network the same as the controller manager's --cluster-cidr"
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(text: &str) -> NetworkConfig {
+        NetworkConfig::parse_for_kube(text).expect("good")
+    }
+
+    fn spec(cidrs: &[&str]) -> Spec {
+        Spec { pod_cidr: String::new(), pod_cidrs: cidrs.iter().map(|c| (*c).to_owned()).collect() }
+    }
+
+    #[test]
+    fn what_is_not_needed_is_skipped_and_what_is_missing_is_empty() {
+        let node: Node<'_> = serde_json::from_str(
+            r#"{"kind":"Node","metadata":{"name":"a\u006cder","labels":{"x":"y"},"annotations":{"k\n":"v\"","l":"w"},
+                "managedFields":[{"fieldsV1":{"f:x":{}}}]},"spec":{"podCIDR":"10.77.1.0/24","taints":null},
+                "status":{"images":[{"names":["x"],"sizeBytes":1}],"conditions":[{"type":"Ready","status":"True","lastHeartbeatTime":null}]}}"#,
+        )
+        .expect("a node");
+        assert_eq!(node.metadata.name, "alder");
+        assert_eq!(node.metadata.annotations.0.len(), 2);
+        assert_eq!(node.metadata.annotations.0[0].1, "v\"");
+        assert_eq!(node.spec.cidrs(), ["10.77.1.0/24"]);
+        assert_eq!(node.status.conditions[0].kind, "Ready");
+        let empty: Node<'_> =
+            serde_json::from_str(r#"{"metadata":{"annotations":null}}"#).expect("a node");
+        assert!(empty.metadata.annotations.0.is_empty() && empty.spec.cidrs().is_empty());
+    }
+
+    #[test]
+    fn families_may_come_in_any_order() {
+        let both = config(
+            r#"{"Network":"10.77.0.0/16","EnableIPv6":true,"IPv6Network":"fd77::/48","SubnetLen":99}"#,
+        );
+        let want = Subnets { v4: "10.77.1.0/24".parse().ok(), v6: "fd77:0:0:1::/64".parse().ok() };
+        for cidrs in [["10.77.1.0/24", "fd77:0:0:1::/64"], ["fd77:0:0:1::/64", "10.77.1.0/24"]] {
+            assert_eq!(own_subnets("alder", &spec(&cidrs), &both), Ok(want));
+        }
+        let one = config(r#"{"Network":"10.77.0.0/16"}"#);
+        let got = own_subnets("alder", &spec(&["fd77:0:0:1::/64", "10.77.1.9/24"]), &one);
+        assert_eq!(got, Ok(Subnets { v6: None, ..want }));
+    }
+
+    #[test]
+    fn what_cannot_be_leased_names_node_and_value() {
+        let config = config(r#"{"Network":"10.77.0.0/16"}"#);
+        for (cidrs, wants) in [
+            (&[][..], &["pod cidr not assigned"][..]),
+            (&["10.77.1.0/24", "10.77.2.0/24", "10.77.3.0/24"], &["3 entries", "10.77.3.0/24"]),
+            (&["10.177.1.0/24"], &["10.177.1.0/24", "Network 10.77.0.0/16"]),
+            (&["10.77.0.0/16"], &["podCIDR 10.77.0.0/16", "all of Network 10.77.0.0/16"]),
+            (&["10.0.0.0/8"], &["10.0.0.0/8", "not inside"]),
+            (&["fd77:0:0:1::/64"], &["IPv4 is enabled", "fd77:0:0:1::/64"]),
+            (&["10.77.1.0"], &["\"10.77.1.0\""]),
+        ] {
+            let error = own_subnets("alder", &spec(cidrs), &config).expect_err("bad");
+            for want in wants.iter().chain(&["node alder"]) {
+                assert!(error.contains(want), "{want}: {error}");
+            }
+        }
+    }
+}

@@ -345,3 +345,6 @@ fn tell_problems(claim: &Claim, before: Option<&Vec<String>>) {
         info!("node {}: can be read again", claim.name);
     }
 }
+
+#[cfg(test)]
+mod tests;
