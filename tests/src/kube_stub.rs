@@ -60,7 +60,7 @@ impl KubeStub {
         let host = lab.node_at("apiserver", Segment::A, 6)?;
         let addresses = [host.v4().parse()?, host.v6().parse()?];
         let state = State {
-            objects: Objects { version: 1000, ..Objects::default() },
+            objects: Objects::starting_at(1000),
             fault: None,
             tokens: BTreeSet::from([FIRST_TOKEN.to_owned()]),
             denied: BTreeSet::new(),

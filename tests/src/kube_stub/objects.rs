@@ -55,6 +55,11 @@ pub(super) struct Objects {
 }
 
 impl Objects {
+    /// None yet; versions begin behind this one.
+    pub fn starting_at(version: u64) -> Self {
+        Self { version, ..Self::default() }
+    }
+
     /// The node as it is.
     pub fn node(&self, name: &str) -> Option<Arc<str>> {
         self.nodes.get(name).cloned()

@@ -14,7 +14,7 @@ use hyper_util::{
 use kube::{
     Client, Config,
     client::{Body, ConfigExt},
-    config::{KubeConfigOptions, Kubeconfig},
+    config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
 };
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
@@ -217,13 +217,13 @@ impl Credentials {
             text.parse().map_err(|error| format!("-kube-api-url is not a URL: {error}"))
         };
         if !self.kubeconfig.as_os_str().is_empty() {
-            let wrong = |error: &dyn std::fmt::Display| {
-                format!("-kubeconfig-file {}: {error}", self.kubeconfig.display())
+            let wrong = |error: KubeconfigError| {
+                format!("-kubeconfig-file {}: {}", self.kubeconfig.display(), explain(&error))
             };
-            let file = Kubeconfig::read_from(&self.kubeconfig).map_err(|e| wrong(&e))?;
+            let file = Kubeconfig::read_from(&self.kubeconfig).map_err(wrong)?;
             let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
                 .await
-                .map_err(|e| wrong(&e))?;
+                .map_err(wrong)?;
             if !self.api_url.is_empty() {
                 config.cluster_url = url(&self.api_url)?;
             }
@@ -238,11 +238,20 @@ impl Credentials {
                 Config::from_kubeconfig(&KubeConfigOptions::default()).await.map_err(|own| {
                     format!(
                         "there are no credentials for the Kubernetes API: not in a pod \
-                         ({in_cluster}), and no kubeconfig ({own}); give -kubeconfig-file"
+                         ({in_cluster}), and no kubeconfig ({}); give -kubeconfig-file",
+                        explain(&own)
                     )
                 })
             }
         }
+    }
+}
+
+/// An error of a kubeconfig without a piece of the file, which may be a secret.
+fn explain(error: &KubeconfigError) -> String {
+    match error {
+        KubeconfigError::Parse(_) => "it is not a kubeconfig in YAML".to_owned(),
+        other => other.to_string(),
     }
 }
 

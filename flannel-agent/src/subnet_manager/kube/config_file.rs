@@ -125,7 +125,7 @@ fn difference(in_use: &NetworkConfig, new: &NetworkConfig) -> Option<String> {
         .filter(|name| old_keys.get(*name) != new_keys.get(*name))
         .map(|name| {
             let text = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
-            if name.to_lowercase().contains("psk") || name.to_lowercase().contains("secret") {
+            if ["psk", "accesskey"].iter().any(|word| name.to_lowercase().contains(word)) {
                 return format!("{name} changed");
             }
             format!("{name}: {} is now {}", text(old_keys.get(name)), text(new_keys.get(name)))

@@ -276,7 +276,7 @@ impl KubeSubnetManager {
         let put_back = self.annotate(&attributes, &text).await?;
         if !put_back.is_empty() {
             warn!(
-                "somebody changed annotations of our node, they are put back: {}",
+                "annotations of our node were changed and are put back: {}",
                 put_back.join(", ")
             );
             return Ok(true);

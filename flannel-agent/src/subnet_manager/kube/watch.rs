@@ -33,6 +33,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(30);
 /// A watch that lived that long was a good one.
 const GOOD_WATCH: Duration = Duration::from_secs(5);
+/// Watches that may break at once, in a row, before the server counts as away.
+const TOLERATED_BREAKS: u32 = 2;
 /// Watches from one version that may break at once, in a row, before all nodes are listed again.
 const BREAKS_BEFORE_LIST: u32 = 5;
 /// No event is larger: etcd takes objects of 1.5 MiB.
@@ -81,6 +83,8 @@ struct Following<'a> {
     version: Option<String>,
     /// What was told about the connection last.
     connected: Option<bool>,
+    /// When the server began to answer the last watch.
+    opened: Option<Instant>,
     events: &'a mpsc::Sender<StoreEvent>,
 }
 
@@ -104,15 +108,15 @@ impl KubeSubnetManager {
             table: NodeTable::default(),
             version: None,
             connected: None,
+            opened: None,
             events,
         };
         let mut pause = FIRST_PAUSE;
         let mut breaks = 0;
         loop {
-            let started = Instant::now();
             let end = following.once().await;
-            let good = started.elapsed() > GOOD_WATCH;
-            if good {
+            let opened = following.opened.take();
+            if opened.is_some_and(|opened| opened.elapsed() > GOOD_WATCH) {
                 (pause, breaks) = (FIRST_PAUSE, 0);
             }
             let mut wait = pause;
@@ -132,8 +136,8 @@ impl KubeSubnetManager {
                     if let Some(asked) = failure.retry_after {
                         wait = wait.max(asked.min(LONGEST_RETRY_AFTER));
                     }
-                    // A watch that was good may break once: what counts is whether another opens.
-                    if !good || following.connected != Some(true) {
+                    // A watch may break now and then: what counts is whether another opens.
+                    if opened.is_none() || breaks > TOLERATED_BREAKS {
                         following.down(self.with_node(&failure)).await.ok()?;
                     } else {
                         debug!("{failure}");
@@ -275,6 +279,7 @@ impl Following<'_> {
             self.selector()
         );
         let answer = self.store.api.stream(WATCH, &path).await?;
+        self.opened = Some(Instant::now());
         self.up().await?;
         let mut body = answer.into_body();
         let mut lines = Lines::default();
