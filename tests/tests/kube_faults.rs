@@ -17,6 +17,13 @@ fn a_new_peer_is_learnt(
     wait_peers(duo, peers, within)
 }
 
+/// What `flannel-agent peers` prints.
+fn peers(duo: &Duo<KubeStub>) -> Result<String> {
+    let output = flannel_lab::agent::subcommand(&duo.alder, &["peers"])?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 fn wait_peers(duo: &Duo<KubeStub>, peers: u64, within: Duration) -> Result<()> {
     eventually(&format!("{peers} peers"), within, || {
         Ok((duo.agent.status()?["peers_applied"] == peers).then_some(()))
@@ -64,7 +71,7 @@ fn history_that_is_gone_is_listed_again() -> Result<()> {
     duo.store.compact();
     duo.store.set_fault(None);
     eventually("extra101 instead of extra100", Duration::from_secs(8), || {
-        let peers = duo.agent.get("/peers")?.body;
+        let peers = peers(&duo)?;
         Ok((peers.contains("10.77.101.0/24") && !peers.contains("10.77.100.0/24")).then_some(()))
     })
     .with_context(|| duo.agent.log())?;
@@ -96,7 +103,7 @@ fn duplicates_and_events_out_of_order_change_nothing() -> Result<()> {
     wait_peers(&duo, 10, Duration::from_secs(5))?;
     duo.store.replay(16);
     a_new_peer_is_learnt(&duo, 120, 11, Duration::from_secs(5))?;
-    let peers = duo.agent.get("/peers")?.body;
+    let peers = peers(&duo)?;
     ensure!(peers.contains("192.0.2.154"), "{peers}");
     ensure!(!peers.contains("10.77.100.0/24"), "a deleted node is back: {peers}");
     Ok(())
@@ -286,7 +293,7 @@ fn rubbish_on_other_nodes_is_said_once_and_hurts_nobody_else() -> Result<()> {
     }
     a_peer_is_put(&duo, 100)?;
     eventually("the good one is learnt", Duration::from_secs(5), || {
-        Ok(duo.agent.get("/peers")?.body.contains("10.77.100.0/24").then_some(()))
+        Ok(peers(&duo)?.contains("10.77.100.0/24").then_some(()))
     })?;
     let said = duo.agent.complaints(&["r1"]);
     ensure!(said.len() == 1, "{said:#?}");

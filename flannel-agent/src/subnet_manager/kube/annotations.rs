@@ -68,7 +68,7 @@ impl AnnotationNames {
     /// The value that a node carries, empty if none.
     pub(super) fn value<'n>(&self, node: &'n Node<'_>, suffix: &str) -> &'n str {
         let value = node.metadata.annotations.0.iter().find_map(|(name, value)| {
-            (name.strip_prefix(self.prefix.as_str())? == suffix).then_some(value.as_ref())
+            (name.strip_prefix(self.prefix.as_str())? == suffix).then_some(&**value)
         });
         value.unwrap_or_default()
     }
@@ -174,8 +174,8 @@ impl AnnotationNames {
     ) -> BTreeMap<String, String> {
         let mut wanted = self.wanted(own, node);
         for (name, value) in &node.metadata.annotations.0 {
-            if wanted.get(name.as_ref()).is_some_and(|wanted| wanted == value) {
-                wanted.remove(name.as_ref());
+            if wanted.get(&**name).is_some_and(|wanted| *wanted == **value) {
+                wanted.remove(&**name);
             }
         }
         wanted

@@ -113,6 +113,10 @@ impl Failure {
             ),
             404 => (Cause::NotFound, format!("404 Not Found{}", said(&status))),
             410 => (Cause::Gone, format!("410 Gone{}", said(&status))),
+            // The server's data were restored from before what we saw.
+            504 if status.message.contains("Too large resource version") => {
+                (Cause::Gone, format!("504{}", said(&status)))
+            }
             _ => (Cause::Server, format!("{code}{}", said(&status))),
         };
         let text = format!("API server {server} answers `{call}` with {text}");

@@ -1,7 +1,7 @@
 //! The few fields of a Node that flannel needs. A Node of a real cluster has 10 KiB and more,
 //! mostly names of images; all of that is skipped while parsing and never kept.
 
-use std::{borrow::Cow, fmt, marker::PhantomData};
+use std::{borrow::Cow, fmt, ops::Deref};
 
 use ipnet::{Ipv4Net, Ipv6Net};
 use serde::{
@@ -28,12 +28,12 @@ pub(super) struct Node<'a> {
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct Metadata<'a> {
     #[serde(borrow)]
-    pub name: Cow<'a, str>,
+    pub name: Text<'a>,
     #[serde(borrow)]
-    pub resource_version: Cow<'a, str>,
-    /// RFC 3339 in UTC and whole seconds: sorts as text.
+    pub resource_version: Text<'a>,
+    /// RFC 3339 in UTC and whole seconds: sorts as text. `null` in a bookmark.
     #[serde(borrow)]
-    pub creation_timestamp: Cow<'a, str>,
+    pub creation_timestamp: Text<'a>,
     #[serde(borrow)]
     pub annotations: Annotations<'a>,
 }
@@ -41,9 +41,9 @@ pub(super) struct Metadata<'a> {
 /// `spec`.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Spec {
-    #[serde(rename = "podCIDR", default)]
+    #[serde(rename = "podCIDR", default, deserialize_with = "null_is_default")]
     pub pod_cidr: String,
-    #[serde(rename = "podCIDRs", default)]
+    #[serde(rename = "podCIDRs", default, deserialize_with = "null_is_default")]
     pub pod_cidrs: Vec<String>,
 }
 
@@ -51,6 +51,7 @@ pub(super) struct Spec {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Status {
+    #[serde(deserialize_with = "null_is_default")]
     pub conditions: Vec<Condition>,
 }
 
@@ -64,17 +65,53 @@ pub(super) struct Condition {
     pub reason: String,
 }
 
+/// A string, borrowed where it has no escapes. `null` is the empty one.
+#[derive(Debug, Default)]
+pub(super) struct Text<'a>(Cow<'a, str>);
+
+impl Deref for Text<'_> {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Text<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Borrowing;
+        impl<'de> Visitor<'de> for Borrowing {
+            type Value = Text<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_unit<E>(self) -> Result<Self::Value, E> {
+                Ok(Text::default())
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_any(Borrowing)
+    }
+}
+
 /// Annotations in the order of the text.
 #[derive(Debug, Default)]
-pub(super) struct Annotations<'a>(pub Vec<(Cow<'a, str>, Cow<'a, str>)>);
+pub(super) struct Annotations<'a>(pub Vec<(Text<'a>, Text<'a>)>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Annotations<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
-        struct Pairs<'a>(PhantomData<&'a ()>);
-        impl<'de: 'a, 'a> Visitor<'de> for Pairs<'a> {
-            type Value = Annotations<'a>;
+        struct Pairs;
+        impl<'de> Visitor<'de> for Pairs {
+            type Value = Annotations<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("annotations")
@@ -86,14 +123,23 @@ impl<'de: 'a, 'a> Deserialize<'de> for Annotations<'a> {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
                 let mut pairs = Vec::new();
-                while let Some((Text(name), Text(value))) = map.next_entry()? {
-                    pairs.push((name, value));
+                while let Some(pair) = map.next_entry()? {
+                    pairs.push(pair);
                 }
                 Ok(Annotations(pairs))
             }
         }
-        deserializer.deserialize_any(Pairs(PhantomData))
+        deserializer.deserialize_any(Pairs)
     }
+}
+
+/// Reads `null` as what a missing field is.
+fn null_is_default<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: Deserialize<'de> + Default,
+    D: Deserializer<'de>,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
 /// A page of a list of nodes.
@@ -275,11 +321,16 @@ mod tests {
                 "status":{"images":[{"names":["x"],"sizeBytes":1}],"conditions":[{"type":"Ready","status":"True","lastHeartbeatTime":null}]}}"#,
         )
         .expect("a node");
-        assert_eq!(node.metadata.name, "alder");
+        assert_eq!(&*node.metadata.name, "alder");
         assert_eq!(node.metadata.annotations.0.len(), 2);
-        assert_eq!(node.metadata.annotations.0[0].1, "v\"");
+        assert_eq!(&*node.metadata.annotations.0[0].1, "v\"");
         assert_eq!(node.spec.cidrs(), ["10.77.1.0/24"]);
         assert_eq!(node.status.conditions[0].kind, "Ready");
+        let bookmark: Node<'_> = serde_json::from_str(
+            r#"{"kind":"Node","metadata":{"resourceVersion":"77","creationTimestamp":null},"spec":{},"status":{"conditions":null}}"#,
+        )
+        .expect("a node");
+        assert_eq!(&*bookmark.metadata.resource_version, "77");
         let empty: Node<'_> =
             serde_json::from_str(r#"{"metadata":{"annotations":null}}"#).expect("a node");
         assert!(empty.metadata.annotations.0.is_empty() && empty.spec.cidrs().is_empty());

@@ -77,9 +77,9 @@ impl Claim {
         });
         let metadata = &node.metadata;
         Self {
-            name: metadata.name.as_ref().into(),
+            name: (&*metadata.name).into(),
             version: metadata.resource_version.parse().ok(),
-            created: metadata.creation_timestamp.as_ref().into(),
+            created: (&*metadata.creation_timestamp).into(),
             lease: lease.filter(|lease| lease.subnets != Subnets::default()),
             problems,
         }
@@ -193,7 +193,7 @@ impl NodeTable {
 
     /// Takes a node out.
     pub(super) fn remove(&mut self, node: &Node<'_>) -> Vec<LeaseChange> {
-        let name = node.metadata.name.as_ref();
+        let name: &str = &node.metadata.name;
         let version = node.metadata.resource_version.parse().ok();
         let Some(record) = self.nodes.get(name) else { return Vec::new() };
         if version.zip(record.claim.version).is_some_and(|(gone, seen)| gone < seen) {

@@ -275,10 +275,7 @@ impl KubeSubnetManager {
         };
         let put_back = self.annotate(&attributes, &text).await?;
         if !put_back.is_empty() {
-            warn!(
-                "annotations of our node were changed and are put back: {}",
-                put_back.join(", ")
-            );
+            warn!("annotations of our node were changed and are put back: {}", put_back.join(", "));
             return Ok(true);
         }
         if !self.set_network_unavailable || !self.network_up.get() {

@@ -129,7 +129,7 @@ impl KubeSubnetManager {
                     following.version = None;
                 }
                 End::Failed(failure) => {
-                    breaks += 1;
+                    breaks += u32::from(opened.is_some());
                     if breaks >= BREAKS_BEFORE_LIST {
                         following.version = None;
                     }
@@ -360,7 +360,7 @@ impl Following<'_> {
             _ => Ok(()),
         };
         if !node.metadata.resource_version.is_empty() {
-            self.version = Some(node.metadata.resource_version.into_owned());
+            self.version = Some((*node.metadata.resource_version).to_owned());
         }
         result
     }
