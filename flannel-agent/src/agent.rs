@@ -344,9 +344,10 @@ impl Agent {
                 false
             }
             StoreEvent::ConfigChanged(change) => {
-                match &change {
-                    Some(change) => warn!("{change}"),
-                    None => info!("the network configuration is the one in use again"),
+                if let Some(change) = &change {
+                    warn!("{change}");
+                } else {
+                    info!("the network configuration is the one in use again");
                 }
                 self.state.set_config_change(change);
                 false

@@ -160,7 +160,7 @@ impl Shared {
         }
         match verb {
             "watch" => return self.watch(request, out).map(|()| false),
-            "list" => self.list(request, fault, out)?,
+            "list" => self.list(request, fault.as_ref(), out)?,
             "patch" => self.patch(request, name, resource, out)?,
             _ => {
                 let state = self.lock();
@@ -201,9 +201,9 @@ impl Shared {
         })
     }
 
-    fn list(&self, request: &Request, fault: Option<Fault>, out: &mut Stream) -> io::Result<()> {
+    fn list(&self, request: &Request, fault: Option<&Fault>, out: &mut Stream) -> io::Result<()> {
         if let Some(Fault::SlowPages(pause)) = fault {
-            thread::sleep(pause);
+            thread::sleep(*pause);
         }
         let limit = request.number("limit").and_then(|l| usize::try_from(l).ok()).unwrap_or(0);
         let mut state = self.lock();
@@ -213,7 +213,7 @@ impl Shared {
                 (version, 0, items)
             }
             Some(token) => {
-                if fault == Some(Fault::ExpiredPages) {
+                if fault == Some(&Fault::ExpiredPages) {
                     state.objects.expire_pages();
                 }
                 let page = token.split_once('/').and_then(|(version, start)| {
@@ -332,25 +332,15 @@ impl Shared {
                 };
                 let version = state.objects.version;
                 drop(state);
-                match event {
-                    Some(event) => {
-                        number = event.number;
-                        if wanted.is_none_or(|name| name == event.name) {
-                            let (kind, object) = (event.kind, &event.object);
-                            chunk(out, &format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n"))?;
-                        }
+                if let Some(event) = event {
+                    number = event.number;
+                    if wanted.is_none_or(|name| name == event.name) {
+                        let (kind, object) = (event.kind, &event.object);
+                        chunk(out, &format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n"))?;
                     }
-                    None => {
-                        next_bookmark = Instant::now() + period;
-                        chunk(
-                            out,
-                            &format!(
-                                "{{\"type\":\"BOOKMARK\",\"object\":{{\"kind\":\"Node\",\"apiVersion\":\"v1\",\
-                                 \"metadata\":{{\"resourceVersion\":\"{version}\",\"creationTimestamp\":null}},\
-                                 \"spec\":{{}},\"status\":{{}}}}}}\n"
-                            ),
-                        )?;
-                    }
+                } else {
+                    next_bookmark = Instant::now() + period;
+                    chunk(out, &bookmark(version))?;
                 }
             }
         })();
@@ -412,9 +402,10 @@ fn read_request(stream: &mut BufReader<Stream>) -> io::Result<Option<Request>> {
         let value = value.trim();
         match name.to_ascii_lowercase().as_str() {
             "content-length" => length = value.parse().map_err(io::Error::other)?,
-            "content-type" => request.content_type = value.to_owned(),
+            "content-type" => value.clone_into(&mut request.content_type),
             "authorization" => {
-                request.token = value.strip_prefix("Bearer ").unwrap_or_default().to_owned();
+                let token = value.strip_prefix("Bearer ").unwrap_or_default();
+                token.clone_into(&mut request.token);
             }
             _ => {}
         }
@@ -457,6 +448,14 @@ fn respond(out: &mut Stream, code: u16, body: &str) -> io::Result<()> {
 fn chunk(out: &mut Stream, text: &str) -> io::Result<()> {
     out.write_all(format!("{:x}\r\n{text}\r\n", text.len()).as_bytes())?;
     out.flush()
+}
+
+/// Says that nothing happened up to a version.
+fn bookmark(version: u64) -> String {
+    let metadata = json!({"resourceVersion": version.to_string(), "creationTimestamp": null});
+    let object =
+        json!({"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}, "status": {}});
+    format!("{{\"type\":\"BOOKMARK\",\"object\":{object}}}\n")
 }
 
 fn status(code: u16, reason: &str, message: &str) -> String {

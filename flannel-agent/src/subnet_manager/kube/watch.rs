@@ -129,7 +129,7 @@ impl KubeSubnetManager {
                     following.version = None;
                 }
                 End::Failed(failure) => {
-                    breaks += u32::from(opened.is_some());
+                    breaks = if opened.is_some() { breaks + 1 } else { 0 };
                     if breaks >= BREAKS_BEFORE_LIST {
                         following.version = None;
                     }
@@ -366,13 +366,16 @@ impl Following<'_> {
     }
 }
 
+const HEX: [&str; 16] =
+    ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "A", "B", "C", "D", "E", "F"];
+
 /// Adds text to a URL's query.
 fn push_escaped(url: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
             url.push(byte.into());
         } else {
-            url.push_str(&format!("%{byte:02X}"));
+            url.extend(["%", HEX[usize::from(byte >> 4)], HEX[usize::from(byte & 15)]]);
         }
     }
 }
