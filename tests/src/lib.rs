@@ -22,7 +22,9 @@
 
 pub mod agent;
 pub mod base64;
+pub mod bench;
 pub mod capture;
+pub mod change_meter;
 pub mod cluster;
 pub mod craft;
 pub mod duo;
@@ -39,6 +41,7 @@ pub mod pod;
 pub mod process;
 pub mod run;
 pub mod traffic;
+pub mod usage;
 pub mod vxlan_view;
 pub mod wait;
 
