@@ -24,7 +24,6 @@ use self::{
 };
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
-    datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes},
     mac::MacAddr,
@@ -402,13 +401,16 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
-        let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
-        let wanted = FastPathWanted {
-            underlay: underlay.into_iter().collect(),
-            vni: self.options.vni,
-            port: self.options.port,
-            peers: fast_path::entries(peers),
-        };
+        let tables = self.mirror.tables();
+        let wanted = fast_path::wanted(&fast_path::Sources {
+            options: &self.options,
+            config: &self.fast_path_config,
+            tables,
+            underlay: tables.link(&self.external.name),
+            tunnels: &self.tunnels(),
+            wanted: self.wanted.as_ref(),
+            peers,
+        });
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
