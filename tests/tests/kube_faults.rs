@@ -207,7 +207,7 @@ fn slow_and_expired_pages_still_make_a_list() -> Result<()> {
 fn a_server_that_is_away_leaves_the_data_path_and_readiness_alone() -> Result<()> {
     let lab = Lab::new()?;
     let duo = start(&lab)?;
-    let meter = LossMeter::start(duo.ours.ns(), duo.theirs.ns(), duo.theirs.v4()?.into())?;
+    let meter = LossMeter::start(duo.ours.ns(), duo.theirs.ns(), duo.theirs.v4()?)?;
     duo.store.stop()?;
     connected(&duo, false, Duration::from_secs(6))?;
     holds_for("ready all the while", Duration::from_secs(5), || Ok(duo.agent.readiness()?.0))?;
@@ -216,7 +216,7 @@ fn a_server_that_is_away_leaves_the_data_path_and_readiness_alone() -> Result<()
     duo.store.start()?;
     connected(&duo, true, Duration::from_secs(4))?;
     a_new_peer_is_learnt(&duo, 100, 2, Duration::from_secs(4))?;
-    meter.stop()?.ensure_none(duo.ours.v4()?.into())
+    meter.stop()?.ensure_none(duo.ours.v4()?)
 }
 
 #[test]
