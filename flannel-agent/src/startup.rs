@@ -18,6 +18,7 @@ use crate::{
     config::NetworkConfig,
     control::ControlSocket,
     external_interface::{self, ExternalInterface, Families, SelectError},
+    firewall::Firewall,
     state::SharedState,
     subnet_env::SubnetFile,
     subnet_manager::{
@@ -28,7 +29,6 @@ use crate::{
     },
     telemetry::{
         Telemetry,
-        health::Condition,
         metrics::Metrics,
         server::{self, Pages},
         systemd,
@@ -73,9 +73,9 @@ async fn run_until_failure(
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();
+    let firewall_metrics = metrics.clone();
     let store = open_store(options, &metrics)?;
     let telemetry = Rc::new(Telemetry::new(metrics.clone(), |_| {}));
-    telemetry.readiness.met(Condition::Firewall);
     let state = Rc::new(SharedState::new(
         Rc::clone(&telemetry),
         store.kind(),
@@ -86,19 +86,20 @@ async fn run_until_failure(
     let agent = async {
         let config = agent::network_config(&*store, &state).await?;
         state.set_config(&config);
-        warn_unbuilt(options);
         let interface = interface_flags(options, &*store, &state).await?;
         let external = external_interface(&interface, &config).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
+        let firewall =
+            Firewall::open(config.enable_nftables, options.firewall.resync(), firewall_metrics);
         farewell.set(backend.farewell());
         let agent = Agent::start(
             Rc::clone(&store),
             backend,
             config,
             subnet_file,
-            options.firewall.ip_masq,
+            (firewall, options.firewall.policy()),
             previous.subnets(),
             Rc::clone(&state),
         )
@@ -118,24 +119,15 @@ fn announce_readiness() {
     }
 }
 
-fn warn_unbuilt(options: &Options) {
-    if options.firewall.ip_masq {
-        warn!(
-            "--ip-masq: this version writes FLANNEL_IPMASQ=true but installs no masquerade rules \
-             itself yet; pods reach the outside only if something else translates their addresses"
-        );
-    }
-}
-
 fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, Exit> {
-    let margin = Duration::from_secs(60 * options.etcd.renew_margin_minutes.unsigned_abs());
     let local = options.files.local_subnet_mgr.0.clone();
     let store = if options.kube.enabled {
         kube_store(&options.kube, metrics)
     } else if let Some(dir) = local {
+        let margin = renew_margin(&options.etcd);
         LocalSubnetManager::new(dir, LEASE_TTL, margin, metrics.clone()).map(shared)
     } else {
-        EtcdSubnetManager::new(etcd_options(&options.etcd, margin), metrics.clone()).map(shared)
+        EtcdSubnetManager::new(etcd_options(&options.etcd), metrics.clone()).map(shared)
     };
     store.map_err(|err| Exit::failure(err.to_string()))
 }
@@ -156,7 +148,8 @@ fn kube_store(flags: &KubeFlags, metrics: &Metrics) -> Result<Rc<dyn SubnetManag
     KubeSubnetManager::new(options, metrics.clone()).map(shared)
 }
 
-fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
+/// How the flags say that etcd is reached.
+pub(crate) fn etcd_options(flags: &EtcdFlags) -> EtcdOptions {
     let text = |value: &str| Some(value.to_owned()).filter(|value| !value.is_empty());
     let file = |value: &str| text(value).map(Into::into);
     EtcdOptions {
@@ -168,7 +161,7 @@ fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
         username: text(&flags.username),
         password: text(flags.password.expose()).map(Password::from),
         lease_ttl: LEASE_TTL,
-        renew_margin,
+        renew_margin: renew_margin(flags),
     }
 }
 
@@ -188,6 +181,10 @@ async fn interface_flags(
         }
     }
     Ok(flags)
+}
+
+fn renew_margin(flags: &EtcdFlags) -> Duration {
+    Duration::from_secs(60 * flags.renew_margin_minutes.unsigned_abs())
 }
 
 /// Chooses the external interface. What may only be late (an address in duplicate detection, a

@@ -64,12 +64,15 @@ pub struct VxlanConfig {
     pub state_dir: PathBuf,
     /// The eBPF programs beside the kernel's device.
     pub fast_path: FastPathConfig,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// The backend.
 pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
+    blackhole_route: bool,
     fast_path: FastPath,
     fast_path_config: FastPathConfig,
     devices: Vec<Device>,
@@ -102,8 +105,15 @@ struct Counts {
 impl VxlanBackend {
     /// Opens the sockets; changes nothing yet.
     pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir, fast_path } =
-            config;
+        let VxlanConfig {
+            options,
+            external,
+            ipv4_network,
+            ipv6_network,
+            state_dir,
+            fast_path,
+            blackhole_route,
+        } = config;
         let vni = options.vni;
         let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
             let state = StateFile::new(&state_dir, &name, public);
@@ -127,6 +137,7 @@ impl VxlanBackend {
         Ok(Self {
             options,
             external,
+            blackhole_route,
             fast_path: FastPath::Pending,
             fast_path_config: fast_path,
             devices,
@@ -323,7 +334,10 @@ impl VxlanBackend {
             let devices: Vec<_> = self.devices.iter().map(|device| device.name.clone()).collect();
             self.on_link.ask(&mut self.mirror, peers, &devices);
         }
-        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link)
+        let mut compiled =
+            self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link);
+        compiled.wanted.blackhole_own = self.blackhole_route;
+        compiled
     }
 
     fn pass(
@@ -558,6 +572,10 @@ impl Backend for VxlanBackend {
 
     fn mtu(&self) -> u32 {
         self.targets.values().map(|target| target.mtu).min().unwrap_or(0)
+    }
+
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.options.port)
     }
 
     fn status(&self) -> Value {
