@@ -11,7 +11,8 @@ use flannel_lab::{
 /// A node as large as those of real clusters: 50 images, 12.5 KB.
 fn large_node(number: usize) -> Value {
     let (high, low) = (number / 256, number % 256);
-    let mut node = plain_node(&format!("worker-{number}"), &[&format!("10.{}.{low}.0/24", 80 + high)]);
+    let mut node =
+        plain_node(&format!("worker-{number}"), &[&format!("10.{}.{low}.0/24", 80 + high)]);
     let mac = format!("02:fa:00:01:{high:02x}:{low:02x}");
     annotate(&mut node, &flannel_annotations(&format!("198.18.{high}.{low}"), &mac));
     let images: Vec<Value> = (0..50)
@@ -57,10 +58,10 @@ fn scale(count: usize) -> Result<()> {
     stub.put(plain_node("alder", &["10.77.1.0/24"]))?;
     let start = Instant::now();
     let mut flags = stub.flags();
-    flags.push(format!("--datapath={}", std::env::var("DATAPATH").unwrap_or("kernel".into())));
+    flags.push("--datapath=kernel".to_owned());
     let agent = alder.agent(flags)?;
     let wall = eventually("all peers are applied", Duration::from_secs(60), || {
-        Ok((agent.metric("flannel_peers_applied")? == count as f64).then(|| start.elapsed()))
+        Ok((agent.status()?["peers_applied"] == count).then(|| start.elapsed()))
     })?;
     let pid = agent.pid();
     println!(
@@ -90,7 +91,7 @@ fn scale(count: usize) -> Result<()> {
         used / f64::from(beats),
         memory(pid, "RssAnon:")?
     );
-    ensure!(agent.metric("flannel_peers_applied")? == count as f64, "peers were lost");
+    ensure!(agent.status()?["peers_applied"] == count, "peers were lost");
     Ok(())
 }
 
