@@ -60,7 +60,7 @@ fn scale(count: usize) -> Result<()> {
     let mut flags = stub.flags();
     flags.push("--datapath=kernel".to_owned());
     let agent = alder.agent(flags)?;
-    let wall = eventually("all peers are applied", Duration::from_secs(60), || {
+    let wall = eventually("all peers are applied", Duration::from_mins(1), || {
         Ok((agent.status()?["peers_applied"] == count).then(|| start.elapsed()))
     })?;
     let pid = agent.pid();
