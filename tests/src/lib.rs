@@ -24,6 +24,7 @@ pub mod agent;
 pub mod base64;
 pub mod capture;
 pub mod cluster;
+pub mod cni;
 pub mod craft;
 pub mod duo;
 pub mod etcd;
