@@ -150,10 +150,34 @@ fn check(environment: &Environment, config: &NetworkConfig) -> Result<(), CniErr
     };
     let mut delegate = decode(&entry)?;
     let kind = kind_of(&delegate)?;
-    delegate["prevResult"] = previous.clone();
+    let mut previous = previous.clone();
+    fill_gateways(&mut previous);
+    delegate["prevResult"] = previous;
     // The configuration may have been given another version since.
     delegate["cniVersion"] = config.cni_version.as_str().into();
     delegate::run(environment, &kind, &delegate.to_string(), &[]).map(drop)
+}
+
+/// Gives a result's routes that name no gateway the one of their family's address. That is what
+/// CNI says they go through and how `bridge` makes them, but its CHECK looks for routes to nowhere.
+fn fill_gateways(result: &mut Value) {
+    let is_v6 = |text: &str| text.contains(':');
+    let gateways: Vec<Value> = result["ips"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|ip| ip["gateway"].clone())
+        .filter(Value::is_string)
+        .collect();
+    for route in result["routes"].as_array_mut().into_iter().flatten() {
+        let Some(v6) = route["dst"].as_str().map(is_v6) else { continue };
+        let fits = |gateway: &&Value| gateway.as_str().map(is_v6) == Some(v6);
+        if route["gw"].is_null()
+            && let Some(gateway) = gateways.iter().find(fits)
+        {
+            route["gw"] = gateway.clone();
+        }
+    }
 }
 
 /// Whether an ADD can work now.
@@ -162,6 +186,14 @@ fn status(environment: &Environment, config: &NetworkConfig) -> Result<(), CniEr
         let subnet = SubnetFile::read(&config.subnet_file)?;
         let delegate = delegate_config::build(config, &subnet)?;
         let kind = kind_of(&Value::Object(delegate.clone()))?;
+        let spoken = delegate::versions(environment, &kind)?;
+        if !spoken.contains(&config.cni_version) {
+            return Err(CniError::new(
+                code::INCOMPATIBLE_VERSION,
+                format!("delegate {kind} does not speak CNI {}", config.cni_version),
+            )
+            .details(format!("it speaks {}: update it", spoken.join(", "))));
+        }
         delegate::run(environment, &kind, &delegate_config::render(delegate), &[])
     };
     // Whatever the reason, the runtime is to know that it is about availability.
@@ -187,10 +219,7 @@ fn collect_garbage(environment: &Environment, config: &NetworkConfig) -> Result<
             failures.push(format!("{container}: {error}"));
         }
     }
-    // A delegate that knows no GC has nothing to do for it.
-    if let Err(error) = delegate_garbage(environment, config)
-        && !matches!(error.code, code::INCOMPATIBLE_VERSION | code::INVALID_ENVIRONMENT)
-    {
+    if let Err(error) = delegate_garbage(environment, config) {
         failures.push(error.to_string());
     }
     if failures.is_empty() {
@@ -232,6 +261,10 @@ fn delegate_garbage(environment: &Environment, config: &NetworkConfig) -> Result
     delegate.insert("cni.dev/attachments".into(), valid.clone());
     delegate.insert("cni.dev/valid-attachments".into(), valid);
     let kind = kind_of(&Value::Object(delegate.clone()))?;
+    // One that is older than GC has never left anything to it.
+    if !delegate::versions(environment, &kind)?.contains(&config.cni_version) {
+        return Ok(());
+    }
     delegate::run(environment, &kind, &Value::Object(delegate).to_string(), &[]).map(drop)
 }
 

@@ -13,12 +13,13 @@ use serde_json::{Value, json};
 const ENV_FILE: &str = "FLANNEL_NETWORK=10.1.0.0/16\nFLANNEL_SUBNET=10.1.17.1/24\n\
                         FLANNEL_MTU=1450\nFLANNEL_IPMASQ=true\n";
 
-const RESULT: &str = r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.17.2/24"}]}"#;
+const RESULT: &str = r#"{"cniVersion":"1.0.0","ips":[{"address":"10.1.17.2/24","gateway":"10.1.17.1"}],"routes":[{"dst":"10.1.0.0/16"},{"dst":"fd00::/8"}]}"#;
 
-/// Writes its input and the call's variables to files beside itself, then does what the file
-/// `behaviour` says, a shell script.
+/// Tells the versions in the file `versions`. Else writes its input and the call's variables to
+/// files beside itself, then does what the file `behaviour` says, a shell script.
 const DELEGATE: &str = r#"#!/bin/sh
 dir=$(dirname "$0")
+test $CNI_COMMAND != VERSION || exec cat "$dir/versions"
 cat > "$dir/input.$CNI_COMMAND"
 echo "$CNI_COMMAND $CNI_CONTAINERID $CNI_IFNAME" >> "$dir/calls"
 . "$dir/behaviour"
@@ -58,6 +59,7 @@ impl Setting {
         fs::set_permissions(setting.path("bridge"), fs::Permissions::from_mode(0o755))
             .expect("executable");
         fs::write(setting.path("subnet.env"), ENV_FILE).expect("written");
+        setting.speak(&["0.3.1", "1.0.0", "1.1.0"]);
         setting.behave(&format!("test $CNI_COMMAND = ADD && echo '{RESULT}'; exit 0"));
         setting
     }
@@ -68,6 +70,11 @@ impl Setting {
 
     fn behave(&self, script: &str) {
         fs::write(self.path("behaviour"), script).expect("written");
+    }
+
+    fn speak(&self, versions: &[&str]) {
+        let text = json!({"cniVersion": "1.0.0", "supportedVersions": versions}).to_string();
+        fs::write(self.path("versions"), text).expect("written");
     }
 
     fn read(&self, name: &str) -> Option<String> {
@@ -200,7 +207,9 @@ fn check_gives_the_delegate_the_earlier_result() {
     assert!(checked.success && checked.stdout.is_empty(), "{checked:?}");
     let told: Value =
         serde_json::from_str(&setting.read("input.CHECK").expect("called")).expect("JSON");
-    assert_eq!(told["prevResult"], config["prevResult"]);
+    let mut wanted = config["prevResult"].clone();
+    wanted["routes"][0]["gw"] = json!("10.1.17.1");
+    assert_eq!(told["prevResult"], wanted);
     setting.behave(r#"echo '{"code":100,"msg":"the address is gone"}'; exit 1"#);
     let (code, text) = setting.call("CHECK", &config).error();
     assert!(code == 100 && text.contains("the address is gone"), "{code} {text}");
@@ -232,10 +241,7 @@ fn garbage_is_what_the_runtime_does_not_list() {
     setting.behave(r#"test $CNI_COMMAND = DEL || exit 0; echo '{"code":5,"msg":"no"}'; exit 1"#);
     let (_, text) = setting.call_with(&gc, &config.to_string()).error();
     assert!(text.contains("c2: delegate bridge: no"), "{text}");
-    // One that knows no GC says so; that is no failure.
-    setting.behave(
-        r#"test $CNI_COMMAND = GC || exit 0; echo '{"code":4,"msg":"unknown CNI_COMMAND"}'; exit 1"#,
-    );
+    setting.behave("exit 0");
     let called = setting.call_with(&gc, &config.to_string());
     assert!(called.success, "{called:?}");
     assert_eq!(
@@ -248,6 +254,11 @@ fn garbage_is_what_the_runtime_does_not_list() {
     let told: Value =
         serde_json::from_str(&setting.read("input.GC").expect("called")).expect("JSON");
     assert_eq!(told["cni.dev/valid-attachments"], config["cni.dev/valid-attachments"]);
+    // A delegate that is older than GC is not bothered.
+    setting.speak(&["1.0.0"]);
+    fs::remove_file(setting.path("calls")).expect("called");
+    assert!(setting.call_with(&gc, &config.to_string()).success);
+    assert_eq!(setting.read("calls"), None);
 }
 
 #[test]
@@ -259,6 +270,9 @@ fn a_ready_node_says_nothing() {
     let (code, text) = setting.call("STATUS", &setting.config("1.1.0")).error();
     assert!(code == 50 && text.contains("limited"), "{code} {text}");
     assert_eq!(setting.call("STATUS", &setting.config("1.0.0")).error().0, 1);
+    setting.speak(&["0.4.0", "1.0.0"]);
+    let (code, text) = setting.call("STATUS", &setting.config("1.1.0")).error();
+    assert!(code == 50 && text.contains("it speaks 0.4.0, 1.0.0"), "{code} {text}");
 }
 
 #[test]

@@ -32,6 +32,16 @@ pub fn run(
     if output.status.success() { Ok(output.stdout) } else { Err(failure(kind, &output)) }
 }
 
+/// The CNI versions that the plugin `kind` says it speaks.
+pub fn versions(environment: &Environment, kind: &str) -> Result<Vec<String>, CniError> {
+    let printed = run(environment, kind, "{}", &[("CNI_COMMAND", "VERSION")])?;
+    let answer: Value = serde_json::from_slice(&printed).map_err(|e| {
+        CniError::new(code::DECODING_FAILURE, format!("what {kind} says of itself is no JSON: {e}"))
+    })?;
+    let versions = answer["supportedVersions"].as_array().into_iter().flatten();
+    Ok(versions.filter_map(|version| version.as_str().map(str::to_owned)).collect())
+}
+
 fn start(plugin: &Path, config: &str, variables: &[(&str, &str)]) -> io::Result<Output> {
     let mut tries = 0;
     let mut child = loop {
