@@ -94,7 +94,7 @@ impl Drop for Capture {
 }
 
 /// A packet socket bound to one interface.
-fn open(interface: &str) -> Result<OwnedFd> {
+pub(crate) fn open(interface: &str) -> Result<OwnedFd> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
     let protocol = u16::try_from(libc::ETH_P_ALL)?.to_be();
     // Protocol 0 until bound, so that no frame of another interface gets in.

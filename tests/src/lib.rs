@@ -23,6 +23,7 @@
 pub mod agent;
 pub mod base64;
 pub mod capture;
+pub mod change_meter;
 pub mod cluster;
 pub mod cni;
 pub mod craft;
@@ -39,6 +40,7 @@ pub mod pod;
 pub mod process;
 pub mod run;
 pub mod traffic;
+pub mod usage;
 pub mod vxlan_view;
 pub mod wait;
 
