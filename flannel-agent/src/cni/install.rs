@@ -1,5 +1,5 @@
 //! `install-cni`: puts the plugin and its configuration list into the host's directories, the job
-//! of the DaemonSet's init container; and `install-conf`, the same for one file.
+//! of the `DaemonSet`'s init container; and `install-conf`, the same for one file.
 
 use std::{
     ffi::OsString,
@@ -17,7 +17,7 @@ use serde_json::Value;
 const PLUGIN: &str = "flannel";
 
 /// A file of ours under another name this old was left by a run that was killed.
-const ABANDONED_AFTER: Duration = Duration::from_secs(600);
+const ABANDONED_AFTER: Duration = Duration::from_mins(10);
 
 /// What to install, from where to where.
 #[derive(Clone, Debug, PartialEq, Eq)]
