@@ -89,23 +89,6 @@ impl Setting {
         })
     }
 
-    fn call_with(&self, variables: &[(&str, &str)], input: &str) -> Called {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_flannel"));
-        command.env_clear().env("PATH", "/usr/bin:/bin").envs(variables.iter().copied());
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("started");
-        let mut stdin = child.stdin.take().expect("a pipe");
-        // A plugin that refuses before it reads closes the pipe.
-        let _ = stdin.write_all(input.as_bytes());
-        drop(stdin);
-        let output = child.wait_with_output().expect("ended");
-        Called {
-            success: output.status.success(),
-            stdout: String::from_utf8(output.stdout).expect("text"),
-            stderr: String::from_utf8(output.stderr).expect("text"),
-        }
-    }
-
     fn call(&self, command: &str, config: &Value) -> Called {
         let path = self.dir.path().display().to_string();
         let variables = [
@@ -115,7 +98,25 @@ impl Setting {
             ("CNI_NETNS", "/nowhere"),
             ("CNI_PATH", &path),
         ];
-        self.call_with(&variables, &config.to_string())
+        call_with(&variables, &config.to_string())
+    }
+}
+
+/// Calls the plugin with these variables and no others but `PATH`.
+fn call_with(variables: &[(&str, &str)], input: &str) -> Called {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flannel"));
+    command.env_clear().env("PATH", "/usr/bin:/bin").envs(variables.iter().copied());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("started");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    // A plugin that refuses before it reads closes the pipe.
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    let output = child.wait_with_output().expect("ended");
+    Called {
+        success: output.status.success(),
+        stdout: String::from_utf8(output.stdout).expect("text"),
+        stderr: String::from_utf8(output.stderr).expect("text"),
     }
 }
 
@@ -231,18 +232,18 @@ fn garbage_is_what_the_runtime_does_not_list() {
             ("CNI_NETNS", "/nowhere"),
             ("CNI_PATH", &path),
         ];
-        assert!(setting.call_with(&variables, &config.to_string()).success);
+        assert!(call_with(&variables, &config.to_string()).success);
     }
     let mut config = setting.config("1.1.0");
     let gc = [("CNI_COMMAND", "GC"), ("CNI_PATH", path.as_str())];
-    assert_eq!(setting.call_with(&gc, &config.to_string()).error().0, 7, "no list");
+    assert_eq!(call_with(&gc, &config.to_string()).error().0, 7, "no list");
     config["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "net7"}]);
     fs::remove_file(setting.path("calls")).expect("called");
     setting.behave(r#"test $CNI_COMMAND = DEL || exit 0; echo '{"code":5,"msg":"no"}'; exit 1"#);
-    let (_, text) = setting.call_with(&gc, &config.to_string()).error();
+    let (_, text) = call_with(&gc, &config.to_string()).error();
     assert!(text.contains("c2: delegate bridge: no"), "{text}");
     setting.behave("exit 0");
-    let called = setting.call_with(&gc, &config.to_string());
+    let called = call_with(&gc, &config.to_string());
     assert!(called.success, "{called:?}");
     assert_eq!(
         setting.read("calls").as_deref(),
@@ -257,7 +258,7 @@ fn garbage_is_what_the_runtime_does_not_list() {
     // A delegate that is older than GC is not bothered.
     setting.speak(&["1.0.0"]);
     fs::remove_file(setting.path("calls")).expect("called");
-    assert!(setting.call_with(&gc, &config.to_string()).success);
+    assert!(call_with(&gc, &config.to_string()).success);
     assert_eq!(setting.read("calls"), None);
 }
 
@@ -298,20 +299,19 @@ fn wrong_calls_get_their_codes() {
         (all, 8, "should not be the same"),
         (with("CNI_NETNS", "/nowhere"), 7, "failed to find plugin \"bridge\" in path [/nowhere]"),
     ] {
-        let (got, text) = setting.call_with(&variables, &config).error();
+        let (got, text) = call_with(&variables, &config).error();
         assert!(got == code && text.contains(word), "{variables:?}: {got} {text}");
     }
-    let (code, text) = setting.call_with(&with("CNI_NETNS", "/nowhere"), "{").error();
+    let (code, text) = call_with(&with("CNI_NETNS", "/nowhere"), "{").error();
     assert!(code == 6 && text.contains("failed to load netconf"), "{text}");
 }
 
 #[test]
 fn by_hand_it_introduces_itself_and_versions_are_told() {
-    let setting = Setting::new();
-    let called = setting.call_with(&[], "");
+    let called = call_with(&[], "");
     assert!(called.success && called.stdout.is_empty(), "{called:?}");
     assert!(called.stderr.starts_with("CNI Plugin flannel version "), "{called:?}");
-    let called = setting.call_with(&[("CNI_COMMAND", "VERSION")], "");
+    let called = call_with(&[("CNI_COMMAND", "VERSION")], "");
     let versions = called.json();
     assert_eq!(versions["cniVersion"], "1.1.0");
     let supported = versions["supportedVersions"].as_array().expect("a list");
