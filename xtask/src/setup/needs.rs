@@ -30,6 +30,8 @@ pub const ALL: &[Need] = &[
     need("ping", "iputils-ping", "lab"),
     need("nft", "nftables", "lab"),
     need("iptables", "iptables", "lab"),
+    need("busybox", "busybox-static", "the image's shell"),
+    need("/etc/ssl/certs/ca-certificates.crt", "ca-certificates", "the image"),
     need("ethtool", "ethtool", "lab"),
     need("tcpdump", "tcpdump", "looking at packets"),
     need("iperf3", "iperf3", "the demo's throughput figure"),
