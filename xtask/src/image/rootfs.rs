@@ -9,7 +9,7 @@ use super::{debian, tree::Tree};
 /// `PATH` inside.
 pub const PATH: &str = "/opt/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What the image's program is called where flannel's DaemonSet starts it.
+/// What the image's program is called where flannel's `DaemonSet` starts it.
 pub const ENTRYPOINT: &str = "/opt/bin/flanneld";
 
 /// Our programs.

@@ -35,6 +35,7 @@ pub const ALL: &[Need] = &[
     need("ethtool", "ethtool", "lab"),
     need("tcpdump", "tcpdump", "looking at packets"),
     need("iperf3", "iperf3", "the demo's throughput figure"),
+    need("kubectl", "kubernetes-client", "checking manifests"),
     need("openssl", "openssl", "lab certificates"),
     need("/usr/lib/cni/bridge", "containernetworking-plugins", "lab"),
 ];
