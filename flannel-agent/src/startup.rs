@@ -1,6 +1,6 @@
 //! From the command line to the running agent: specification §1.3, in that order.
 
-use std::{rc::Rc, time::Duration};
+use std::{cell::Cell, rc::Rc, time::Duration};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
@@ -8,13 +8,12 @@ use tracing::{error, info, warn};
 use crate::{
     agent::{self, Agent},
     backend::{
-        Backend,
-        udp::{UdpBackend, UdpConfig, UdpOptions},
-        vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
+        Backend, BackendError, Farewell,
+        registry::{self, Parts},
     },
     cli::{
         Exit, Options,
-        flags::{DatapathMode, EtcdFlags, OptionalPath},
+        flags::{EtcdFlags, OptionalPath},
     },
     config::NetworkConfig,
     control::ControlSocket,
@@ -48,16 +47,25 @@ const INTERFACE_PATIENCE: Duration = Duration::from_secs(3);
 pub async fn run(options: Options) -> Result<(), Exit> {
     options.log();
     let mut stop = StopSignals::install()?;
-    tokio::select! {
-        result = run_until_failure(&options) => result,
-        name = stop.received() => {
-            info!("{name}: stopping; everything stays as it is in the kernel and in the store");
-            Ok(())
+    let farewell = Cell::default();
+    let name = tokio::select! {
+        result = run_until_failure(&options, &farewell) => return result,
+        name = stop.received() => name,
+    };
+    info!("{name}: stopping; everything stays as it is in the kernel and in the store");
+    if let Some(farewell) = farewell.take() {
+        tokio::select! {
+            () = farewell => {}
+            name = stop.received() => info!("{name}: stopping at once"),
         }
     }
+    Ok(())
 }
 
-async fn run_until_failure(options: &Options) -> Result<(), Exit> {
+async fn run_until_failure(
+    options: &Options,
+    farewell: &Cell<Option<Farewell>>,
+) -> Result<(), Exit> {
     let subnet_file = SubnetFile::new(&options.files.subnet_file);
     let _lock =
         subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
@@ -82,6 +90,7 @@ async fn run_until_failure(options: &Options) -> Result<(), Exit> {
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
+        farewell.set(backend.farewell());
         let agent = Agent::start(
             Rc::clone(&store),
             backend,
@@ -175,38 +184,9 @@ fn open_backend(
     external: ExternalInterface,
     metrics: Metrics,
 ) -> Result<Box<dyn Backend>, Exit> {
-    let failure = |err: crate::backend::BackendError| {
-        Exit::failure(format!("{} backend: {err}", config.backend_type))
-    };
-    match config.backend_type.as_str() {
-        "vxlan" => {
-            let vxlan = VxlanConfig {
-                options: VxlanOptions::parse(&config.backend).map_err(failure)?,
-                external,
-                ipv4_network: config.ipv4.map(|settings| settings.network),
-                ipv6_network: config.ipv6.map(|settings| settings.network),
-                state_dir: options.files.state_dir.clone(),
-                fast_path: FastPathConfig {
-                    enabled: options.datapath.mode != DatapathMode::Kernel,
-                    demanded: options.datapath.mode == DatapathMode::Ebpf,
-                    pin_dir: options.datapath.bpf_pin_dir.clone(),
-                    log: options.log.verbosity >= 4,
-                },
-            };
-            Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
-        }
-        "udp" => {
-            let udp = UdpConfig {
-                options: UdpOptions::parse(&config.backend).map_err(failure)?,
-                external,
-                ipv4_network: config.ipv4.map(|settings| settings.network),
-            };
-            Ok(Box::new(UdpBackend::new(udp, metrics).map_err(failure)?))
-        }
-        other => Err(Exit::failure(format!(
-            "Backend.Type \"{other}\" is not one of this version's backends: vxlan, udp"
-        ))),
-    }
+    let failure =
+        |err: BackendError| Exit::failure(format!("{} backend: {err}", config.backend_type));
+    registry::open(Parts { options, config, external, metrics }).map_err(failure)
 }
 
 /// The ports and sockets that others ask us on.
