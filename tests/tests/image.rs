@@ -120,7 +120,10 @@ fn the_image_runs_the_agent_and_installs_the_plugin() -> Result<()> {
     // The agent, with leases in a directory beside the env file.
     let store = node.path("/run/flannel/leases");
     fs::create_dir_all(store.join("subnets"))?;
-    fs::write(store.join("config.json"), r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#)?;
+    fs::write(
+        store.join("config.json"),
+        r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#,
+    )?;
     let flags = [
         "/opt/bin/flanneld",
         "--local-subnet-mgr=/run/flannel/leases",

@@ -124,11 +124,8 @@ fn words(command: &str) -> Result<Vec<&str>> {
 
 fn call(words: &[&str], piped: Option<Value>, root: &Value) -> Result<Value> {
     let (head, rest) = words.split_first().context("an empty command")?;
-    let arguments: Vec<Value> = rest
-        .iter()
-        .map(|word| operand(word, root))
-        .chain(piped.map(Ok))
-        .collect::<Result<_>>()?;
+    let arguments: Vec<Value> =
+        rest.iter().map(|word| operand(word, root)).chain(piped.map(Ok)).collect::<Result<_>>()?;
     Ok(match (*head, &arguments[..]) {
         ("eq", [a, b]) => (a == b).into(),
         ("fail", [reason]) => bail!("{}", text(reason)?),
