@@ -144,22 +144,22 @@ pub struct PeersArgs {
 pub struct InstallCniArgs {
     /// The plugin to install; empty: the file `flannel` beside this program.
     #[arg(long, value_name = "PATH", default_value = "")]
-    pub plugin: PathBuf,
+    pub plugin: String,
     /// The host's directory of CNI plugins; empty: install no plugin.
     #[arg(long, value_name = "DIRECTORY", default_value = "/opt/cni/bin")]
-    pub bin_dir: PathBuf,
+    pub bin_dir: String,
     /// The configuration list to install.
     #[arg(long, value_name = "PATH", default_value = "/etc/kube-flannel/cni-conf.json")]
     pub conflist: PathBuf,
     /// Where the container runtime reads it; empty: install none.
     #[arg(long, value_name = "PATH", default_value = "/etc/cni/net.d/10-flannel.conflist")]
-    pub conf_file: PathBuf,
+    pub conf_file: String,
 }
 
 impl InstallCniArgs {
     /// What to do.
     pub fn plan(&self) -> crate::cni::install::Plan {
-        let given = |path: &PathBuf| Some(path.clone()).filter(|p| !p.as_os_str().is_empty());
+        let given = |path: &String| Some(path).filter(|p| !p.is_empty()).map(PathBuf::from);
         crate::cni::install::Plan {
             plugin: given(&self.plugin),
             bin_dir: given(&self.bin_dir),

@@ -1,5 +1,5 @@
 //! The image that `cargo xtask image` makes, unpacked and run: a read-only root, the capabilities of
-//! `deploy/unprivileged.yaml`, and the mounts of the DaemonSet.
+//! `deploy/unprivileged.yaml`, and the mounts of the `DaemonSet`.
 
 use std::{env, fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 

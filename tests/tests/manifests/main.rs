@@ -210,7 +210,7 @@ fn the_manifest_is_flannels_with_our_image() -> Result<()> {
     Ok(())
 }
 
-/// kubectl itself puts the patch on the manifest's DaemonSet; no server is asked.
+/// kubectl itself puts the patch on the manifest's `DaemonSet`; no server is asked.
 #[test]
 fn the_patch_takes_privileges_away() -> Result<()> {
     let manifest = read("kube-flannel.yml")?;
