@@ -13,6 +13,7 @@ use crate::{
     backend::{Backend, BackendError},
     cli::Exit,
     config::NetworkConfig,
+    firewall::{Firewall, FirewallPolicy},
     lease::{Lease, LeaseAttributes, Subnets},
     peer_table::PeerTable,
     state::SharedState,
@@ -38,7 +39,8 @@ pub struct Agent {
     backend: Box<dyn Backend>,
     config: NetworkConfig,
     subnet_file: SubnetFile,
-    ip_masq: bool,
+    firewall: Firewall,
+    policy: FirewallPolicy,
     state: Rc<SharedState>,
     peers: Rc<PeerTable>,
     granted: GrantedLease,
@@ -173,7 +175,7 @@ impl Agent {
         mut backend: Box<dyn Backend>,
         config: NetworkConfig,
         subnet_file: SubnetFile,
-        ip_masq: bool,
+        (firewall, policy): (Firewall, FirewallPolicy),
         previous: Subnets,
         state: Rc<SharedState>,
     ) -> Result<Self, Exit> {
@@ -183,7 +185,8 @@ impl Agent {
             backend,
             config,
             subnet_file,
-            ip_masq,
+            firewall,
+            policy,
             state,
             peers: Rc::default(),
             granted,
@@ -243,7 +246,13 @@ impl Agent {
                     }
                 },
                 () = self.backend.changed() => self.apply().await,
+                () = self.firewall.changed() => {
+                    self.take_firewall_report();
+                    self.write_subnet_file(&self.granted.lease.clone());
+                }
                 _ = heartbeat.tick() => {
+                    // Counters go on between passes.
+                    self.state.set_backend(self.backend.status());
                     if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
                         self.check_lease().await;
                     }
@@ -361,6 +370,9 @@ impl Agent {
         let state = Rc::clone(&self.state);
         let _pass = state.telemetry.heartbeat.pass("applying the wanted state");
         let lease = self.granted.lease.clone();
+        let port = self.backend.tunnel_port();
+        self.firewall.want(self.policy.wanted(&self.config, lease.subnets, port));
+        self.take_firewall_report();
         let report = self.backend.apply(&lease, &self.peers).await;
         self.state.set_applied(&report, self.backend.status());
 
@@ -389,6 +401,16 @@ impl Agent {
         self.write_subnet_file(&lease);
     }
 
+    /// Makes known how the firewall is.
+    fn take_firewall_report(&self) {
+        let readiness = &self.state.telemetry.readiness;
+        match self.firewall.missing() {
+            None => readiness.met(Condition::Firewall),
+            Some(reason) => readiness.unmet(Condition::Firewall, reason),
+        }
+        self.state.set_firewall(&self.firewall.report());
+    }
+
     /// Publishes what changed about us: a device made anew with another MAC, another address.
     async fn publish(&mut self) {
         let attributes = self.backend.attributes();
@@ -408,10 +430,16 @@ impl Agent {
 
     fn write_subnet_file(&mut self, lease: &Lease) {
         let readiness = &self.state.telemetry.readiness;
-        if !readiness.holds(Condition::Device) || !readiness.holds(Condition::Lease) {
+        // Pods that start before their packets are masqueraded are known by a wrong source for as
+        // long as their connections last. A firewall that cannot be had is no reason to wait.
+        if !readiness.holds(Condition::Device)
+            || !readiness.holds(Condition::Lease)
+            || !self.firewall.attempted()
+        {
             return;
         }
-        let wanted = SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.ip_masq);
+        let wanted =
+            SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.policy.masquerade);
         if self.written.as_ref() == Some(&wanted) {
             return;
         }

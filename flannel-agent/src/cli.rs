@@ -37,6 +37,8 @@ pub enum Command {
     Status(StatusArgs),
     /// List the peers.
     Peers(PeersArgs),
+    /// Carry over what is kept with etcd's v2 API.
+    MigrateEtcdV2(Box<MigrateArgs>),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
     MkDockerOpts(Vec<String>),
     /// Install the CNI plugin and its configuration.
@@ -169,6 +171,20 @@ impl InstallCniArgs {
     }
 }
 
+/// Arguments of `migrate-etcd-v2`.
+#[derive(Clone, Debug, Args)]
+pub struct MigrateArgs {
+    /// Where etcd is, for both APIs.
+    #[command(flatten)]
+    pub etcd: flags::EtcdFlags,
+    /// Only show what would be written.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How to print.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t)]
+    pub output: Output,
+}
+
 /// A command beside running the agent.
 struct Subcommand {
     name: &'static str,
@@ -187,6 +203,11 @@ const SUBCOMMANDS: &[Subcommand] = &[
         name: "peers",
         about: "List the peers and what the data path knows of them",
         parse: |s, words, env| Ok(Command::Peers(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "migrate-etcd-v2",
+        about: "Carry leases and configuration over from etcd's v2 API to v3",
+        parse: |s, words, env| Ok(Command::MigrateEtcdV2(Box::new(s.client_args(words, env)?))),
     },
     Subcommand {
         name: "mk-docker-opts",

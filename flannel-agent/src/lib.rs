@@ -13,6 +13,7 @@ pub mod config;
 pub mod control;
 pub mod datapath;
 pub mod external_interface;
+pub mod firewall;
 pub mod go_json;
 pub mod lease;
 pub mod mac;
@@ -50,6 +51,9 @@ pub fn main() -> ExitCode {
             let offline =
                 || datapath::ebpf::read_pinned_peers(pins).map_err(|reason| reason.to_string());
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
+        }
+        Command::MigrateEtcdV2(args) => {
+            finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
         }
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
         Command::InstallCni(args) => {

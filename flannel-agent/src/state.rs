@@ -9,6 +9,7 @@ use crate::{
     config::NetworkConfig,
     datapath::ebpf::read_pinned_peers,
     external_interface::ExternalInterface,
+    firewall::FirewallReport,
     lease::RawJson,
     peer_table::PeerTable,
     subnet_manager::{Connection, GrantedLease},
@@ -64,6 +65,11 @@ impl SharedState {
         self.inner.borrow_mut().status.lease = Some(granted.into());
     }
 
+    /// Records how the firewall is.
+    pub fn set_firewall(&self, report: &FirewallReport) {
+        self.inner.borrow_mut().status.firewall = Some(report.into());
+    }
+
     /// Replaces the table of peers that is shown.
     pub fn set_peers(&self, peers: Rc<PeerTable>) {
         let wanted = peers.peers().count();
@@ -85,6 +91,13 @@ impl SharedState {
         inner.status.peers_applied = report.peers_applied;
         inner.status.problems =
             report.device_problem.iter().chain(&report.problems).cloned().collect();
+        drop(inner);
+        self.set_backend(backend);
+    }
+
+    /// Records what the backend shows of itself.
+    pub fn set_backend(&self, backend: Value) {
+        let mut inner = self.inner.borrow_mut();
         let text =
             |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
         inner.status.datapath = text("mode")

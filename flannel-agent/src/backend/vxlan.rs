@@ -24,7 +24,6 @@ use self::{
 };
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
-    datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes},
     mac::MacAddr,
@@ -65,12 +64,15 @@ pub struct VxlanConfig {
     pub state_dir: PathBuf,
     /// The eBPF programs beside the kernel's device.
     pub fast_path: FastPathConfig,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// The backend.
 pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
+    blackhole_route: bool,
     fast_path: FastPath,
     fast_path_config: FastPathConfig,
     devices: Vec<Device>,
@@ -103,8 +105,15 @@ struct Counts {
 impl VxlanBackend {
     /// Opens the sockets; changes nothing yet.
     pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir, fast_path } =
-            config;
+        let VxlanConfig {
+            options,
+            external,
+            ipv4_network,
+            ipv6_network,
+            state_dir,
+            fast_path,
+            blackhole_route,
+        } = config;
         let vni = options.vni;
         let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
             let state = StateFile::new(&state_dir, &name, public);
@@ -128,6 +137,7 @@ impl VxlanBackend {
         Ok(Self {
             options,
             external,
+            blackhole_route,
             fast_path: FastPath::Pending,
             fast_path_config: fast_path,
             devices,
@@ -324,7 +334,10 @@ impl VxlanBackend {
             let devices: Vec<_> = self.devices.iter().map(|device| device.name.clone()).collect();
             self.on_link.ask(&mut self.mirror, peers, &devices);
         }
-        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link)
+        let mut compiled =
+            self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link);
+        compiled.wanted.blackhole_own = self.blackhole_route;
+        compiled
     }
 
     fn pass(
@@ -402,13 +415,16 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
-        let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
-        let wanted = FastPathWanted {
-            underlay: underlay.into_iter().collect(),
-            vni: self.options.vni,
-            port: self.options.port,
-            peers: fast_path::entries(peers),
-        };
+        let tables = self.mirror.tables();
+        let wanted = fast_path::wanted(&fast_path::Sources {
+            options: &self.options,
+            config: &self.fast_path_config,
+            tables,
+            underlay: tables.link(&self.external.name),
+            tunnels: &self.tunnels(),
+            wanted: self.wanted.as_ref(),
+            peers,
+        });
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
@@ -556,6 +572,10 @@ impl Backend for VxlanBackend {
 
     fn mtu(&self) -> u32 {
         self.targets.values().map(|target| target.mtu).min().unwrap_or(0)
+    }
+
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.options.port)
     }
 
     fn status(&self) -> Value {

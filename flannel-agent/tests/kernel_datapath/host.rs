@@ -14,6 +14,7 @@ use flannel_agent::{
         ApplyReport, Backend,
         vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
     },
+    cli::flags::{FastPath as FastPathMode, PeerFilter},
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes, RawJson, Subnets},
     peer_table::{LeaseChange, PeerTable, PeerUpdate},
@@ -286,7 +287,10 @@ fn config(options: &str, dual_stack: bool, state_dir: PathBuf) -> VxlanConfig {
             demanded: false,
             pin_dir: state_dir.join("bpf"),
             log: false,
+            mode: FastPathMode::Auto,
+            filter: PeerFilter::Default,
         },
+        blackhole_route: false,
         state_dir,
     }
 }
