@@ -32,6 +32,7 @@ pub mod duo;
 pub mod etcd;
 pub mod http;
 pub mod kernel_peer;
+pub mod kube_stub;
 pub mod lab;
 pub mod lease_store;
 pub mod loss_meter;
@@ -61,6 +62,7 @@ pub mod prelude {
         duo::Duo,
         etcd::{Etcd, EtcdOptions},
         kernel_peer::{KernelPeer, PeerSpec},
+        kube_stub::{Fault, KubeStub},
         lab::Lab,
         lease_store::{LeaseStore, LocalStore, SUBNETS_PREFIX},
         loss_meter::LossMeter,
