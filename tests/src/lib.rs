@@ -26,6 +26,7 @@ pub mod bench;
 pub mod capture;
 pub mod change_meter;
 pub mod cluster;
+pub mod cni;
 pub mod craft;
 pub mod duo;
 pub mod etcd;
