@@ -26,18 +26,22 @@ pub mod bench;
 pub mod capture;
 pub mod change_meter;
 pub mod cluster;
+pub mod cni;
 pub mod conversation;
 pub mod craft;
 pub mod duo;
 pub mod etcd;
+pub mod generated;
 pub mod http;
 pub mod kernel_peer;
+pub mod kube_stub;
 pub mod lab;
 pub mod lease_store;
 pub mod loss_meter;
 pub mod nat_table;
 pub mod netns;
 pub mod node;
+pub mod outcomes;
 pub mod pod;
 pub mod process;
 pub mod run;
@@ -62,6 +66,7 @@ pub mod prelude {
         duo::Duo,
         etcd::{Etcd, EtcdOptions},
         kernel_peer::{KernelPeer, PeerSpec},
+        kube_stub::{Fault, KubeStub},
         lab::Lab,
         lease_store::{LeaseStore, LocalStore, SUBNETS_PREFIX},
         loss_meter::LossMeter,

@@ -252,7 +252,14 @@ impl EbpfDatapath {
         let maps = self.apply_maps(wanted).map_err(|error| EbpfError::map(&error));
         let pods = || wanted.flows.iter().flat_map(|flows| flows.pods.iter().copied()).collect();
         let for_flows = if wanted.flows.is_some() { wanted.tunnels() } else { Vec::new() };
-        let devices = [wanted.underlay.clone(), wanted.tunnels(), for_flows, pods(), pods()];
+        let devices = [
+            wanted.underlay.clone(),
+            wanted.tunnels(),
+            wanted.pod_devices.clone(),
+            for_flows,
+            pods(),
+            pods(),
+        ];
         let mut changes = maps;
         for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
         {
@@ -512,7 +519,10 @@ fn has_strangers(pins: &PinDirectory, ifindex: u32) -> bool {
     shaped
         || [POD_INGRESS, POD_EGRESS].into_iter().any(|hook| {
             // Ours, or the one of the agent before us, whose pinned link we are about to take over.
-            let ours = usize::from(pins.link(hook.program, ifindex).exists());
+            let ours = HOOKS.iter().filter(|other| {
+                other.side == hook.side && pins.link(other.program, ifindex).exists()
+            });
+            let ours = ours.count();
             !tcx_query::attached(hook.side, ifindex).is_ok_and(|ids| ids.len() <= ours)
                 || !tc_filter::has_others(hook.side, ifindex).is_ok_and(|others| !others)
         })

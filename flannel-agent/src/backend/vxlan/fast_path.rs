@@ -162,6 +162,7 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let plain = !options.gbp && !options.learning;
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
+        pod_devices: pod_devices(tables, tunnels),
         vni: options.vni,
         port: options.port,
         peers: entries(sources.peers),
@@ -213,6 +214,19 @@ fn flows(sources: &Sources<'_>, plain: bool) -> Option<FlowsWanted> {
 pub fn pods(tables: &Tables, tunnels: &[Tunnel]) -> BTreeSet<u32> {
     let subnets: Vec<IpNet> = tunnels.iter().map(|tunnel| tunnel.own).collect();
     pods::devices(tables, &subnets)
+}
+
+/// The devices with an address in our own subnet: the CNI's bridge, or the host's ends of pods'
+/// cables where there is none.
+pub fn pod_devices(tables: &Tables, tunnels: &[Tunnel]) -> Vec<u32> {
+    let carries = |link: u32| {
+        tables.addresses.keys().any(|address| {
+            address.link == link
+                && tunnels.iter().any(|tunnel| tunnel.own.contains(&address.net.addr()))
+        })
+    };
+    let ours = |link: u32| tunnels.iter().any(|tunnel| tunnel.link == link);
+    tables.links.keys().copied().filter(|link| !ours(*link) && carries(*link)).collect()
 }
 
 fn end(sources: &Sources<'_>, family: Family) -> Option<TunnelEnd> {

@@ -35,9 +35,12 @@ pub(super) const POD_INGRESS: Hook = Hook { program: "pod_ingress", side: Side::
 /// The same device: what the pod gets.
 pub(super) const POD_EGRESS: Hook = Hook { program: "pod_egress", side: Side::Egress };
 
+/// A device that carries pods: what they send.
+pub(super) const POD_GUARD: Hook = Hook { program: "pod_guard", side: Side::Ingress };
+
 /// All of them.
-pub(super) const HOOKS: [Hook; 5] =
-    [UNDERLAY_INGRESS, TUNNEL_EGRESS, TUNNEL_INGRESS, POD_INGRESS, POD_EGRESS];
+pub(super) const HOOKS: [Hook; 6] =
+    [UNDERLAY_INGRESS, TUNNEL_EGRESS, POD_GUARD, TUNNEL_INGRESS, POD_INGRESS, POD_EGRESS];
 
 impl Side {
     /// As aya calls it.
