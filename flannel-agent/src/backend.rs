@@ -1,5 +1,10 @@
 //! Backends: how packets reach the peers. One trait, one module per backend.
 
+pub mod alloc;
+pub mod host_gw;
+mod on_link;
+mod peer_ranges;
+pub mod registry;
 pub mod udp;
 pub mod vxlan;
 

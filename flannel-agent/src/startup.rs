@@ -8,13 +8,12 @@ use tracing::{error, info, warn};
 use crate::{
     agent::{self, Agent},
     backend::{
-        Backend,
-        udp::{UdpBackend, UdpConfig, UdpOptions},
-        vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
+        Backend, BackendError,
+        registry::{self, Parts},
     },
     cli::{
         Exit, Options,
-        flags::{DatapathMode, EtcdFlags, OptionalPath},
+        flags::{EtcdFlags, OptionalPath},
     },
     config::NetworkConfig,
     control::ControlSocket,
@@ -175,38 +174,9 @@ fn open_backend(
     external: ExternalInterface,
     metrics: Metrics,
 ) -> Result<Box<dyn Backend>, Exit> {
-    let failure = |err: crate::backend::BackendError| {
-        Exit::failure(format!("{} backend: {err}", config.backend_type))
-    };
-    match config.backend_type.as_str() {
-        "vxlan" => {
-            let vxlan = VxlanConfig {
-                options: VxlanOptions::parse(&config.backend).map_err(failure)?,
-                external,
-                ipv4_network: config.ipv4.map(|settings| settings.network),
-                ipv6_network: config.ipv6.map(|settings| settings.network),
-                state_dir: options.files.state_dir.clone(),
-                fast_path: FastPathConfig {
-                    enabled: options.datapath.mode != DatapathMode::Kernel,
-                    demanded: options.datapath.mode == DatapathMode::Ebpf,
-                    pin_dir: options.datapath.bpf_pin_dir.clone(),
-                    log: options.log.verbosity >= 4,
-                },
-            };
-            Ok(Box::new(VxlanBackend::new(vxlan, metrics).map_err(failure)?))
-        }
-        "udp" => {
-            let udp = UdpConfig {
-                options: UdpOptions::parse(&config.backend).map_err(failure)?,
-                external,
-                ipv4_network: config.ipv4.map(|settings| settings.network),
-            };
-            Ok(Box::new(UdpBackend::new(udp, metrics).map_err(failure)?))
-        }
-        other => Err(Exit::failure(format!(
-            "Backend.Type \"{other}\" is not one of this version's backends: vxlan, udp"
-        ))),
-    }
+    let failure =
+        |err: BackendError| Exit::failure(format!("{} backend: {err}", config.backend_type));
+    registry::open(Parts { options, config, external, metrics }).map_err(failure)
 }
 
 /// The ports and sockets that others ask us on.

@@ -22,7 +22,7 @@ use self::{
     identity::StateFile,
     peers::{Compiled, Compiler, Tunnel},
 };
-use super::{ApplyReport, Backend, BackendError};
+use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
     datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
@@ -31,7 +31,7 @@ use crate::{
     netlink::{
         link,
         mirror::{Mirror, Scope},
-        route::{self, Route, Via},
+        route::Route,
     },
     peer_table::PeerTable,
     reconciler::{Change, Wanted},
@@ -79,7 +79,7 @@ pub struct VxlanBackend {
     compiler: Compiler,
     metrics: Metrics,
     /// Answers of the kernel to "is this address on our link", until routing changes.
-    on_link: HashMap<IpAddr, Option<u32>>,
+    on_link: OnLink,
     /// The wanted state of the last pass, to tell tampering from our own echo.
     wanted: Option<Wanted>,
     /// Routes of others where the last pass wanted its own.
@@ -135,7 +135,7 @@ impl VxlanBackend {
             mirror,
             compiler: Compiler::default(),
             metrics,
-            on_link: HashMap::new(),
+            on_link: OnLink::default(),
             wanted: None,
             taken: Vec::new(),
             own: Vec::new(),
@@ -320,36 +320,11 @@ impl VxlanBackend {
 
     fn compile(&mut self, peers: &PeerTable) -> Compiled {
         let tunnels = self.tunnels();
-        let direct = self.options.direct_routing;
-        let mut on_link = HashMap::new();
-        if direct {
-            for (_, attributes) in peers.peers() {
-                let v4 = attributes.public_ip.map(IpAddr::from);
-                for ip in v4.into_iter().chain(attributes.public_ipv6.map(IpAddr::from)) {
-                    let known = self.on_link.remove(&ip);
-                    let link = known.unwrap_or_else(|| self.ask_on_link(ip));
-                    on_link.insert(ip, link);
-                }
-            }
-            self.on_link = on_link;
+        if self.options.direct_routing {
+            let devices: Vec<_> = self.devices.iter().map(|device| device.name.clone()).collect();
+            self.on_link.ask(&mut self.mirror, peers, &devices);
         }
-        let known = &self.on_link;
-        let mut look_up = |ip: IpAddr| known.get(&ip).copied().flatten();
-        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &mut look_up)
-    }
-
-    fn ask_on_link(&mut self, ip: IpAddr) -> Option<u32> {
-        match route::on_link(self.mirror.requests(), ip) {
-            // A route of ours over the tunnel would be a loop.
-            Ok(link) => link.filter(|link| {
-                let name = self.mirror.tables().links.get(link).map(|link| link.name.as_str());
-                !self.devices.iter().any(|device| Some(device.name.as_str()) == name)
-            }),
-            Err(err) => {
-                debug!("route look-up for {ip}: {err}");
-                None
-            }
-        }
+        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link)
     }
 
     fn pass(
@@ -376,7 +351,7 @@ impl VxlanBackend {
             report.problems.push(format!(
                 "the route {} {} is not ours: it stays, and peer {0} is not reached by the tunnel",
                 route.destination,
-                self.way_of(route)
+                self.mirror.tables().way_of(route)
             ));
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
@@ -459,19 +434,6 @@ impl VxlanBackend {
         !self.devices.iter().all(device_right)
             || !plan.changes.is_empty()
             || plan.taken != self.taken
-    }
-
-    /// Where a route leads, in the words of `ip route`.
-    fn way_of(&self, route: &Route) -> String {
-        let dev = |index: u32| {
-            let link = self.mirror.tables().links.get(&index);
-            link.map_or_else(|| format!("interface {index}"), |link| format!("dev {}", link.name))
-        };
-        match route.via {
-            Via::Gateway { link, gateway, .. } => format!("via {gateway} {}", dev(link)),
-            Via::Link(link) => dev(link),
-            Via::Blackhole => "blackhole".to_owned(),
-        }
     }
 }
 

@@ -74,6 +74,21 @@ impl Tables {
     }
 }
 
+impl Tables {
+    /// Where a route leads, in the words of `ip route`.
+    pub fn way_of(&self, route: &Route) -> String {
+        let dev = |index: u32| {
+            let link = self.links.get(&index);
+            link.map_or_else(|| format!("interface {index}"), |link| format!("dev {}", link.name))
+        };
+        match route.via {
+            Via::Gateway { link, gateway, .. } => format!("via {gateway} {}", dev(link)),
+            Via::Link(link) => dev(link),
+            Via::Blackhole => "blackhole".to_owned(),
+        }
+    }
+}
+
 /// What came in since the last look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Heard {

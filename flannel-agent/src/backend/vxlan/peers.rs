@@ -1,7 +1,7 @@
 //! From leases to routes, neighbours and forwarding entries.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{HashMap, HashSet},
     net::IpAddr,
 };
 
@@ -9,6 +9,7 @@ use ipnet::IpNet;
 
 use super::{data::VxlanData, device::Family};
 use crate::{
+    backend::{on_link::OnLink, peer_ranges::PeerRanges},
     lease::{LeaseAttributes, RawJson, Subnets},
     mac::MacAddr,
     netlink::{mirror::Tables, route::Via},
@@ -46,18 +47,15 @@ pub struct Compiler {
     macs: HashMap<RawJson, Result<MacAddr, String>>,
 }
 
-/// Whether a peer's public address is on the same link, if direct routing is on.
-pub type OnLink<'a> = &'a mut dyn FnMut(IpAddr) -> Option<u32>;
-
 impl Compiler {
     /// Compiles all peers' leases. `tables` decides between peers that claim the same MAC: who
-    /// has it in the kernel keeps it.
+    /// has it in the kernel keeps it. `on_link` knows nothing unless direct routing is on.
     pub fn compile(
         &mut self,
         peers: &PeerTable,
         tunnels: &[Tunnel],
         tables: &Tables,
-        on_link: OnLink<'_>,
+        on_link: &OnLink,
     ) -> Compiled {
         let mut compiled = Compiled {
             wanted: Wanted {
@@ -71,7 +69,7 @@ impl Compiler {
         };
         // Who claims what, to name both sides of a conflict.
         let mut holders: HashMap<(u32, MacAddr), (IpNet, IpAddr)> = HashMap::new();
-        let mut ranges: BTreeMap<IpNet, IpAddr> = BTreeMap::new();
+        let mut ranges = PeerRanges::default();
         let limit = 2 * peers.peers().count() + 64;
         for (subnets, attributes) in self.in_order(peers, tables) {
             if attributes.backend_type != "vxlan" {
@@ -146,26 +144,16 @@ impl Compiler {
         tunnel: &Tunnel,
         wanted: &mut Wanted,
         holders: &mut HashMap<(u32, MacAddr), (IpNet, IpAddr)>,
-        ranges: &mut BTreeMap<IpNet, IpAddr>,
-        on_link: OnLink<'_>,
+        ranges: &mut PeerRanges,
+        on_link: &OnLink,
     ) -> Result<(), String> {
         let subnet = peer.subnet;
         let public = peer.public.ok_or_else(|| {
             format!("peer {subnet} publishes no address of its family: it is left out")
         })?;
-        if overlap(&subnet, &tunnel.own) {
-            return Err(format!(
-                "peer {subnet} ({public}) overlaps our own subnet {}: it is left out",
-                tunnel.own
-            ));
-        }
-        if let Some((other, owner)) = overlapping(ranges, &subnet) {
-            return Err(format!(
-                "peers {other} ({owner}) and {subnet} ({public}) overlap: the latter is left out"
-            ));
-        }
+        ranges.check(subnet, public, tunnel.own)?;
         wanted.direct.insert(subnet, public);
-        if let Some(link) = on_link(public) {
+        if let Some(link) = on_link.link(public) {
             ranges.insert(subnet, public);
             let via = Via::Gateway { link, gateway: public, onlink: false };
             wanted.routes.insert(subnet, via);
@@ -218,20 +206,4 @@ impl<'a> Peer<'a> {
             },
         })
     }
-}
-
-fn overlap(a: &IpNet, b: &IpNet) -> bool {
-    a.contains(b) || b.contains(a)
-}
-
-/// The range in `ranges` that overlaps `subnet`. None of them overlap each other, so only the
-/// neighbours in order can.
-fn overlapping(ranges: &BTreeMap<IpNet, IpAddr>, subnet: &IpNet) -> Option<(IpNet, IpAddr)> {
-    let before = ranges.range(..=*subnet).next_back();
-    let after = ranges.range(*subnet..).next();
-    [before, after]
-        .into_iter()
-        .flatten()
-        .find(|(net, _)| overlap(net, subnet))
-        .map(|(n, a)| (*n, *a))
 }
