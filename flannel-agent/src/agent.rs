@@ -2,7 +2,8 @@
 //!
 //! Everything runs on one thread. The loop knows four causes for work: the store said something,
 //! the kernel's state changed under us, the store's task ended, two seconds passed. Each ends in
-//! [`Agent::apply`], which makes the kernel equal to the wanted state.
+//! [`Agent::apply`], which makes the kernel equal to the wanted state: all of it, or, when only
+//! some peers' leases changed, these peers' part.
 
 use std::{collections::BTreeSet, future::Future, pin::Pin, rc::Rc, time::Duration};
 
@@ -14,7 +15,7 @@ use crate::{
     cli::Exit,
     config::NetworkConfig,
     lease::{Lease, LeaseAttributes, Subnets},
-    peer_table::PeerTable,
+    peer_table::{Changed, PeerTable},
     state::SharedState,
     subnet_env::{SubnetEnv, SubnetFile},
     subnet_manager::{
@@ -200,7 +201,7 @@ impl Agent {
         let mut first_ready = Some(first_ready);
         let (events_in, mut events) = mpsc::channel(64);
         let mut store_task = self.keep_lease(&events_in);
-        self.apply().await;
+        self.apply(&Changed::Everything).await;
 
         let mut heartbeat = tokio::time::interval(HEARTBEAT);
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -214,7 +215,7 @@ impl Agent {
             tokio::select! {
                 biased;
                 Some(event) = events.recv() => {
-                    let mut changed = false;
+                    let mut changed = Changed::Nothing;
                     let mut next = Some(event);
                     while let Some(event) = next {
                         match event {
@@ -223,13 +224,11 @@ impl Agent {
                                 // What is left in the channel is the old task's.
                                 while events.try_recv().is_ok() {}
                             }
-                            other => changed |= self.fold(other),
+                            other => changed.and(self.fold(other)),
                         }
                         next = events.try_recv().ok();
                     }
-                    if changed {
-                        self.apply().await;
-                    }
+                    self.apply(&changed).await;
                 }
                 end = &mut store_task => match end? {
                     StoreTask::Ended => {
@@ -239,10 +238,10 @@ impl Agent {
                     StoreTask::Acquired(granted) => {
                         self.granted = granted;
                         store_task = self.keep_lease(&events_in);
-                        self.apply().await;
+                        self.apply(&Changed::Everything).await;
                     }
                 },
-                () = self.backend.changed() => self.apply().await,
+                () = self.backend.changed() => self.apply(&Changed::Everything).await,
                 _ = heartbeat.tick() => {
                     if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
                         self.check_lease().await;
@@ -312,14 +311,14 @@ impl Agent {
         }
     }
 
-    /// Takes in what the store said. Returns whether the wanted state changed.
-    fn fold(&mut self, event: StoreEvent) -> bool {
+    /// Takes in what the store said. Tells which peers differ now.
+    fn fold(&mut self, event: StoreEvent) -> Changed {
         match event {
             StoreEvent::Peers(update) => self.change_peers(|peers| peers.apply(update)),
             StoreEvent::Renewed { expires } => {
                 self.granted.expires = expires;
                 self.state.set_lease(&self.granted);
-                false
+                Changed::Nothing
             }
             StoreEvent::Connection(connection) => {
                 match &connection {
@@ -330,9 +329,9 @@ impl Agent {
                     ),
                 }
                 self.state.set_connection(&connection);
-                false
+                Changed::Nothing
             }
-            StoreEvent::Lost(_) => false,
+            StoreEvent::Lost(_) => Changed::Nothing,
         }
     }
 
@@ -357,11 +356,17 @@ impl Agent {
     }
 
     /// Makes the kernel and `subnet.env` equal to the wanted state, and says what is wrong.
-    async fn apply(&mut self) {
+    async fn apply(&mut self, changed: &Changed) {
         let state = Rc::clone(&self.state);
         let _pass = state.telemetry.heartbeat.pass("applying the wanted state");
         let lease = self.granted.lease.clone();
-        let report = self.backend.apply(&lease, &self.peers).await;
+        let report = match changed {
+            Changed::Nothing => return,
+            Changed::Peers(changed) => {
+                self.backend.apply_changed(&lease, &self.peers, changed).await
+            }
+            Changed::Everything => self.backend.apply(&lease, &self.peers).await,
+        };
         self.state.set_applied(&report, self.backend.status());
 
         let problems: BTreeSet<_> = report.problems.iter().cloned().collect();

@@ -66,7 +66,7 @@ impl SharedState {
 
     /// Replaces the table of peers that is shown.
     pub fn set_peers(&self, peers: Rc<PeerTable>) {
-        let wanted = peers.peers().count();
+        let wanted = peers.len();
         self.telemetry.metrics.peers_wanted.set(i64::try_from(wanted).unwrap_or(i64::MAX));
         let mut inner = self.inner.borrow_mut();
         inner.status.peers_wanted = wanted;

@@ -7,7 +7,13 @@ mod identity;
 mod options;
 mod peers;
 
-use std::{collections::HashMap, fs, io, net::IpAddr, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeSet, HashMap},
+    fs, io,
+    net::IpAddr,
+    path::PathBuf,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
@@ -18,23 +24,23 @@ use tracing::{debug, info};
 pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
     device::{Device, Family, Step, Target},
-    fast_path::FastPath,
+    fast_path::{FastPath, Senders},
     identity::StateFile,
-    peers::{Compiled, Compiler, Tunnel},
+    peers::{Compiler, Tunnel},
 };
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
     datapath::ebpf::FastPathWanted,
     external_interface::ExternalInterface,
-    lease::{Lease, LeaseAttributes},
+    lease::{Lease, LeaseAttributes, Subnets},
     mac::MacAddr,
     netlink::{
         link,
-        mirror::{Mirror, Scope},
+        mirror::{Heard, Keys, Mirror, Scope},
         route::Route,
     },
     peer_table::PeerTable,
-    reconciler::{Change, Wanted},
+    reconciler::Change,
     telemetry::metrics::Metrics,
 };
 
@@ -73,6 +79,9 @@ pub struct VxlanBackend {
     external: ExternalInterface,
     fast_path: FastPath,
     fast_path_config: FastPathConfig,
+    senders: Senders,
+    /// Whether the programs know all senders but for those that change next.
+    senders_fed: bool,
     devices: Vec<Device>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
@@ -80,10 +89,10 @@ pub struct VxlanBackend {
     metrics: Metrics,
     /// Answers of the kernel to "is this address on our link", until routing changes.
     on_link: OnLink,
-    /// The wanted state of the last pass, to tell tampering from our own echo.
-    wanted: Option<Wanted>,
-    /// Routes of others where the last pass wanted its own.
-    taken: Vec<Route>,
+    /// Routes of others where ours is wanted.
+    taken: BTreeSet<Route>,
+    /// Whether the last pass left something undone: then the next one looks at everything.
+    undone: bool,
     own: Vec<(String, IpNet)>,
     /// When to pass again whatever is heard.
     next_pass: Instant,
@@ -130,14 +139,16 @@ impl VxlanBackend {
             external,
             fast_path: FastPath::Pending,
             fast_path_config: fast_path,
+            senders: Senders::default(),
+            senders_fed: false,
             devices,
             targets: HashMap::new(),
             mirror,
             compiler: Compiler::default(),
             metrics,
             on_link: OnLink::default(),
-            wanted: None,
-            taken: Vec::new(),
+            taken: BTreeSet::new(),
+            undone: true,
             own: Vec::new(),
             next_pass: Instant::now() + SAFETY_NET,
             read_anew: true,
@@ -146,15 +157,16 @@ impl VxlanBackend {
         })
     }
 
-    fn refresh(&mut self) -> Result<(), String> {
+    fn refresh(&mut self) -> Result<Heard, String> {
         let heard = self
             .mirror
             .refresh()
             .map_err(|err| format!("cannot read the kernel's links and routes: {err}"))?;
-        if heard.routing {
+        if heard.routing && self.options.direct_routing {
             self.on_link.clear();
+            self.pass_within(SETTLE);
         }
-        Ok(())
+        Ok(heard)
     }
 
     /// Brings all devices to their targets, each whatever becomes of the other. Returns how much
@@ -318,22 +330,33 @@ impl VxlanBackend {
         self.own.iter().filter_map(tunnel).collect()
     }
 
-    fn compile(&mut self, peers: &PeerTable) -> Compiled {
+    /// Compiles the leases that changed, or all. Returns where the kernel is to be compared;
+    /// `None` stands for everywhere.
+    fn compile(&mut self, peers: &PeerTable, changed: Option<&BTreeSet<Subnets>>) -> Option<Keys> {
         let tunnels = self.tunnels();
         if self.options.direct_routing {
             let devices: Vec<_> = self.devices.iter().map(|device| device.name.clone()).collect();
-            self.on_link.ask(&mut self.mirror, peers, &devices);
+            match changed {
+                None => self.on_link.ask(&mut self.mirror, peers, &devices),
+                Some(changed) => {
+                    for attributes in changed.iter().filter_map(|subnets| peers.peer(subnets)) {
+                        self.on_link.ask_of(&mut self.mirror, attributes, &devices);
+                    }
+                }
+            }
         }
-        self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link)
+        self.compiler.compile(peers, changed, &tunnels, self.mirror.tables(), &self.on_link)
     }
 
+    /// Makes the kernel equal to what is wanted, for the peers that changed or for all.
     fn pass(
         &mut self,
         lease: &Lease,
         peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
         report: &mut ApplyReport,
-    ) -> Result<(), String> {
-        self.refresh()?;
+    ) -> Result<Heard, String> {
+        let heard = self.refresh()?;
         let (changes, mut wrong) = self.bring_up_devices();
         report.changes += changes;
         self.own = self.own_subnets(lease)?;
@@ -341,13 +364,19 @@ impl VxlanBackend {
         report.changes += changes;
         wrong.extend(problems);
         report.problems.extend(self.mtu_problem());
-        self.refresh()?;
-        let Compiled { wanted, problems, served } = self.compile(peers);
-        report.problems.extend(problems);
-        report.peers_applied = served;
-        let plan = wanted.plan(self.mirror.tables());
-        self.wanted = Some(wanted);
-        for route in &plan.taken {
+        // What is not a change of these peers alone is looked at as a whole.
+        let more = report.changes > 0 || heard.anew || !heard.keys.is_empty() || self.undone;
+        let rerouted = heard.routing && self.options.direct_routing;
+        let changed = changed.filter(|_| !more && !rerouted);
+        if report.changes > 0 {
+            self.refresh()?;
+        }
+        let keys = self.compile(peers, changed);
+        report.problems.extend(self.compiler.problems().cloned());
+        report.peers_applied = self.compiler.served();
+        let plan = self.compiler.wanted().plan_at(self.mirror.tables(), keys.as_ref());
+        self.note_taken(plan.taken, keys.as_ref());
+        for route in &self.taken {
             report.problems.push(format!(
                 "the route {} {} is not ours: it stays, and peer {0} is not reached by the tunnel",
                 route.destination,
@@ -355,15 +384,26 @@ impl VxlanBackend {
             ));
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
-        self.taken = plan.taken;
-        if !plan.changes.is_empty() {
-            self.make(&plan.changes, report)?;
-        }
-        self.apply_fast_path(peers, report);
-        if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
+        let heard = self.make(&plan.changes, report)?;
+        self.apply_fast_path(peers, changed, report);
+        if wrong.is_empty() { Ok(heard) } else { Err(wrong.join("; ")) }
     }
 
-    fn make(&mut self, changes: &[Change], report: &mut ApplyReport) -> Result<(), String> {
+    /// Records which routes of others are where ours are wanted, of those that were compared.
+    fn note_taken(&mut self, taken: Vec<Route>, compared: Option<&Keys>) {
+        match compared {
+            None => self.taken.clear(),
+            Some(keys) => self.taken.retain(|route| !keys.routes.contains(&route.destination)),
+        }
+        self.taken.extend(taken);
+    }
+
+    /// Makes the changes. Returns what was heard meanwhile: our own echo, before it is taken for
+    /// somebody else's work, and theirs.
+    fn make(&mut self, changes: &[Change], report: &mut ApplyReport) -> Result<Heard, String> {
+        if changes.is_empty() {
+            return Ok(Heard::default());
+        }
         let requests = changes.iter().map(Change::request).collect();
         let outcomes = self
             .mirror
@@ -379,7 +419,6 @@ impl VxlanBackend {
                 report.peers_applied = report.peers_applied.saturating_sub(missing);
             }
         }
-        // Our own echo, before it is taken for somebody else's work.
         self.refresh()
     }
 
@@ -394,7 +433,12 @@ impl VxlanBackend {
     }
 
     /// The programs come after the kernel's path, which works without them.
-    fn apply_fast_path(&mut self, peers: &PeerTable, report: &mut ApplyReport) {
+    fn apply_fast_path(
+        &mut self,
+        peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
+        report: &mut ApplyReport,
+    ) {
         if !peers.synced() {
             return;
         }
@@ -402,22 +446,27 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
-        let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
-        let wanted = FastPathWanted {
-            underlay: underlay.into_iter().collect(),
-            vni: self.options.vni,
-            port: self.options.port,
-            peers: fast_path::entries(peers),
+        let done = if let Some(changed) = changed.filter(|_| self.senders_fed) {
+            self.fast_path.apply_peers(&self.senders.update(peers, changed))
+        } else {
+            let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
+            let wanted = FastPathWanted {
+                underlay: underlay.into_iter().collect(),
+                vni: self.options.vni,
+                port: self.options.port,
+                peers: self.senders.list(peers),
+            };
+            self.fast_path.apply(&wanted)
         };
-        match self.fast_path.apply(&wanted) {
+        self.senders_fed = done.is_ok() && !self.fast_path.is_full();
+        match done {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }
     }
 
-    /// Whether the kernel differs from the last pass's wanted state.
-    fn differs(&self) -> bool {
-        let Some(wanted) = &self.wanted else { return true };
+    /// Whether the kernel differs from what the last pass wanted, where something was heard of.
+    fn differs(&self, heard: &Heard) -> bool {
         let tables = self.mirror.tables();
         let device_right = |device: &Device| {
             let target = device.target(tables, &self.external, &self.options);
@@ -430,10 +479,58 @@ impl VxlanBackend {
                     })
                 })
         };
-        let plan = wanted.plan(tables);
-        !self.devices.iter().all(device_right)
-            || !plan.changes.is_empty()
-            || plan.taken != self.taken
+        if !self.devices.iter().all(device_right) {
+            return true;
+        }
+        let compared = (!heard.anew).then_some(&heard.keys);
+        let plan = self.compiler.wanted().plan_at(tables, compared);
+        let known = self
+            .taken
+            .iter()
+            .filter(|route| compared.is_none_or(|keys| keys.routes.contains(&route.destination)));
+        !plan.changes.is_empty() || !known.eq(BTreeSet::from_iter(plan.taken).iter())
+    }
+
+    /// A pass, for the peers that changed or for all, and what it came to.
+    fn report(
+        &mut self,
+        own: &Lease,
+        peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
+    ) -> ApplyReport {
+        let mut report = ApplyReport::default();
+        let mut repairing = false;
+        if changed.is_none() {
+            self.next_pass = Instant::now() + SAFETY_NET;
+            self.read_anew = true;
+            repairing = std::mem::take(&mut self.repairing);
+        }
+        let heard = match self.pass(own, peers, changed, &mut report) {
+            Ok(heard) => heard,
+            Err(problem) => {
+                report.device_problem = Some(problem);
+                Heard::default()
+            }
+        };
+        if repairing {
+            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
+            self.metrics.repairs.inc_by(mended);
+            if mended > 0 {
+                info!("put {mended} kernel objects back that somebody else had changed");
+            }
+        }
+        self.undone = report.device_problem.is_some()
+            || report.problems.iter().any(|problem| problem.starts_with("cannot "));
+        if self.undone {
+            self.next_pass = self.next_pass.min(Instant::now() + RETRY);
+            self.read_anew = true;
+        } else if heard.ours && self.differs(&heard) {
+            // Somebody changed things while we did.
+            self.repairing = true;
+            self.pass_within(SETTLE);
+        }
+        self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
+        report
     }
 }
 
@@ -501,26 +598,16 @@ impl Backend for VxlanBackend {
     }
 
     async fn apply(&mut self, own: &Lease, peers: &PeerTable) -> ApplyReport {
-        let mut report = ApplyReport::default();
-        report.device_problem = self.pass(own, peers, &mut report).err();
-        if std::mem::take(&mut self.repairing) {
-            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
-            self.metrics.repairs.inc_by(mended);
-            if mended > 0 {
-                info!("put {mended} kernel objects back that somebody else had changed");
-            }
-        }
-        let failed = report.device_problem.is_some()
-            || report.problems.iter().any(|problem| problem.starts_with("cannot "));
-        self.next_pass = Instant::now() + if failed { RETRY } else { SAFETY_NET };
-        self.read_anew = true;
-        // Somebody may have changed things while we did: what was heard then is in the mirror.
-        if !failed && self.differs() {
-            self.repairing = true;
-            self.pass_within(SETTLE);
-        }
-        self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
-        report
+        self.report(own, peers, None)
+    }
+
+    async fn apply_changed(
+        &mut self,
+        own: &Lease,
+        peers: &PeerTable,
+        changed: &BTreeSet<Subnets>,
+    ) -> ApplyReport {
+        self.report(own, peers, Some(changed))
     }
 
     async fn changed(&mut self) {
@@ -535,13 +622,9 @@ impl Backend for VxlanBackend {
                     return;
                 }
             }
-            match self.mirror.refresh() {
+            match self.refresh() {
                 Ok(heard) => {
-                    if heard.routing && self.options.direct_routing {
-                        self.on_link.clear();
-                        self.pass_within(SETTLE);
-                    }
-                    if heard.ours && self.differs() {
+                    if heard.ours && self.differs(&heard) {
                         self.repairing = true;
                         return;
                     }

@@ -283,30 +283,75 @@ impl EbpfDatapath {
             self.forget(&outer)?;
             changes += 1;
         }
-        let mut left_out = 0;
+        let left_before = std::mem::take(&mut self.left_out);
         for (outer, subnets) in peers {
-            let known = self.known.get(&outer).copied();
-            let Some(index) = known.map(|peer| peer.index).or_else(|| self.indexes.take()) else {
-                left_out += 1;
-                continue;
-            };
-            let peer = counters::peer(index, &subnets);
-            if known == Some(peer) {
-                continue;
-            }
-            if let Err(error) = self.learn(outer, peer, known.is_none()) {
-                if known.is_none() {
-                    self.indexes.give_back(index);
-                }
-                return Err(error);
-            }
-            changes += 1;
+            changes += usize::from(self.set_peer(outer, &subnets)?);
         }
-        if left_out > 0 && self.left_out == 0 {
-            tracing::warn!("{left_out} peers are beyond the {MAX_PEERS} that eBPF can count");
-        }
-        self.left_out = left_out;
+        self.warn_left_out(left_before);
         Ok(changes)
+    }
+
+    /// Peers for which there was no room.
+    pub fn left_out(&self) -> usize {
+        self.left_out
+    }
+
+    /// Makes the map of peers equal to what is wanted for these outer addresses; `None` removes
+    /// one. All else stays as it is. Returns the number of changes.
+    pub fn apply_peers(
+        &mut self,
+        changed: &[(IpAddr, Option<Subnets>)],
+    ) -> Result<usize, EbpfError> {
+        self.change_peers(changed).map_err(|error| EbpfError::map(&error))
+    }
+
+    fn change_peers(&mut self, changed: &[(IpAddr, Option<Subnets>)]) -> Result<usize, MapError> {
+        let mut changes = 0;
+        // Whoever goes makes room.
+        for (outer, _) in changed.iter().filter(|(_, subnets)| subnets.is_none()) {
+            let outer = counters::outer_address(*outer);
+            if self.known.contains_key(&outer) {
+                self.forget(&outer)?;
+                changes += 1;
+            }
+        }
+        let left_before = self.left_out;
+        for (outer, subnets) in changed {
+            if let Some(subnets) = subnets {
+                changes += usize::from(self.set_peer(counters::outer_address(*outer), subnets)?);
+            }
+        }
+        self.warn_left_out(left_before);
+        Ok(changes)
+    }
+
+    /// Writes one peer, if it is not known like this. Returns whether it was written.
+    fn set_peer(&mut self, outer: OuterAddress, subnets: &Subnets) -> Result<bool, MapError> {
+        let known = self.known.get(&outer).copied();
+        let Some(index) = known.map(|peer| peer.index).or_else(|| self.indexes.take()) else {
+            self.left_out += 1;
+            return Ok(false);
+        };
+        let peer = counters::peer(index, subnets);
+        if known == Some(peer) {
+            return Ok(false);
+        }
+        if let Err(error) = self.learn(outer, peer, known.is_none()) {
+            if known.is_none() {
+                self.indexes.give_back(index);
+            }
+            return Err(error);
+        }
+        Ok(true)
+    }
+
+    fn warn_left_out(&self, before: usize) {
+        if self.left_out > 0 && before == 0 {
+            tracing::warn!(
+                "{} peers are beyond the {MAX_PEERS} that eBPF can count",
+                self.left_out
+            );
+        }
     }
 
     fn learn(&mut self, outer: OuterAddress, peer: Peer, new: bool) -> Result<(), MapError> {
