@@ -1,13 +1,17 @@
 //! The running agent: start-up order, the event loop, and what happens when a lease is lost.
 //!
 //! Everything runs on one thread. The loop knows four causes for work: the store said something,
-//! the kernel's state changed under us, the store's task ended, two seconds passed. Each ends in
+//! the kernel's state changed under us, the store's task ended, we were suspended. Each ends in
 //! [`Agent::apply`], which makes the kernel equal to the wanted state: all of it, or, when only
 //! some peers' leases changed, these peers' part.
 
 use std::{collections::BTreeSet, future::Future, pin::Pin, rc::Rc, time::Duration};
 
-use tokio::{sync::mpsc, time::MissedTickBehavior};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::mpsc,
+    time::{Instant, sleep},
+};
 use tracing::{error, info, warn};
 
 use crate::{
@@ -21,14 +25,11 @@ use crate::{
     subnet_manager::{
         Connection, GrantedLease, LeaseLost, LeaseRequest, StoreError, StoreEvent, SubnetManager,
     },
-    telemetry::health::Condition,
+    telemetry::health::{Condition, HEARTBEAT},
 };
 
 /// Pause between tries of anything the start waits for.
 const RETRY: Duration = Duration::from_secs(1);
-
-/// How often the loop shows that it turns.
-const HEARTBEAT: Duration = Duration::from_secs(2);
 
 /// How long a lease check after a suspension may take before the store counts as away.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
@@ -115,7 +116,7 @@ where
                 }
             }
         }
-        tokio::time::sleep(RETRY).await;
+        sleep(RETRY).await;
     }
 }
 
@@ -147,7 +148,7 @@ async fn lease(
                 }
             }
         }
-        tokio::time::sleep(RETRY).await;
+        sleep(RETRY).await;
     }
     acquire(store, config, backend.attributes(), previous, state).await
 }
@@ -203,9 +204,18 @@ impl Agent {
         let mut store_task = self.keep_lease(&events_in);
         self.apply(&Changed::Everything).await;
 
-        let mut heartbeat = tokio::time::interval(HEARTBEAT);
-        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Whoever stops us with SIGSTOP says with this that we go on.
+        let mut resumed = signal(SignalKind::from_raw(libc::SIGCONT))
+            .map_err(|err| Exit::failure(format!("cannot handle signals: {err}")))?;
+        let mut suspended = false;
+        let mut checked = Instant::now();
         loop {
+            suspended |= self.state.telemetry.readiness.beat().is_some();
+            if suspended || self.doubtful && checked.elapsed() >= RETRY {
+                suspended = false;
+                self.check_lease().await;
+                checked = Instant::now();
+            }
             if self.state.telemetry.readiness.missing().is_empty()
                 && let Some(first_ready) = first_ready.take()
             {
@@ -214,6 +224,7 @@ impl Agent {
             }
             tokio::select! {
                 biased;
+                _ = resumed.recv() => suspended = true,
                 Some(event) = events.recv() => {
                     let mut changed = Changed::Nothing;
                     let mut next = Some(event);
@@ -242,11 +253,7 @@ impl Agent {
                     }
                 },
                 () = self.backend.changed() => self.apply(&Changed::Everything).await,
-                _ = heartbeat.tick() => {
-                    if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
-                        self.check_lease().await;
-                    }
-                }
+                () = sleep(if self.doubtful { RETRY } else { HEARTBEAT }) => {}
             }
         }
     }

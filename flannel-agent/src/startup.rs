@@ -94,6 +94,9 @@ async fn run_until_failure(options: &Options) -> Result<(), Exit> {
         agent.run(announce_readiness).await
     };
     tokio::select! {
+        // In this order: nobody is told that we are ready before the agent has seen that we were
+        // suspended.
+        biased;
         result = agent => result,
         () = servers.serve() => Ok(()),
     }
