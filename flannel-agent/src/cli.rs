@@ -37,6 +37,8 @@ pub enum Command {
     Status(StatusArgs),
     /// List the peers.
     Peers(PeersArgs),
+    /// Remove what agents made.
+    Cleanup(CleanupArgs),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
     MkDockerOpts(Vec<String>),
 }
@@ -135,6 +137,23 @@ pub struct PeersArgs {
     pub client: ClientArgs,
 }
 
+/// Arguments of `cleanup`.
+#[derive(Clone, Debug, Args)]
+pub struct CleanupArgs {
+    /// How to print, and the socket at which no agent may answer.
+    #[command(flatten)]
+    pub client: ClientArgs,
+    /// The agent's subnet file.
+    #[arg(long, value_name = "PATH", default_value = flags::DEFAULT_SUBNET_FILE)]
+    pub subnet_file: PathBuf,
+    /// The agent's state directory.
+    #[arg(long, value_name = "DIR", default_value = flags::DEFAULT_STATE_DIR)]
+    pub state_dir: PathBuf,
+    /// The agent's directory of pinned eBPF objects.
+    #[arg(long, value_name = "DIR", default_value = flags::DEFAULT_BPF_PIN_DIR)]
+    pub bpf_pin_dir: PathBuf,
+}
+
 /// A command beside running the agent.
 struct Subcommand {
     name: &'static str,
@@ -153,6 +172,11 @@ const SUBCOMMANDS: &[Subcommand] = &[
         name: "peers",
         about: "List the peers and what the data path knows of them",
         parse: |s, words, env| Ok(Command::Peers(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "cleanup",
+        about: "Remove devices, routes, eBPF programs and files that a stopped agent left",
+        parse: |s, words, env| Ok(Command::Cleanup(s.client_args(words, env)?)),
     },
     Subcommand {
         name: "mk-docker-opts",

@@ -6,11 +6,13 @@
 
 pub mod agent;
 pub mod backend;
+pub mod cleanup;
 pub mod cli;
 pub mod commands;
 pub mod config;
 pub mod control;
 pub mod datapath;
+pub mod device_claim;
 pub mod external_interface;
 pub mod go_json;
 pub mod lease;
@@ -48,6 +50,7 @@ pub fn main() -> ExitCode {
                 || datapath::ebpf::read_pinned_peers(pins).map_err(|reason| reason.to_string());
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
         }
+        Command::Cleanup(args) => finish(commands::cleanup::run(&args, &mut std::io::stdout())),
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
     }
 }

@@ -31,6 +31,7 @@ use self::{
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
     datapath::ebpf::FastPathWanted,
+    device_claim::DeviceClaim,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes, Subnets},
     mac::MacAddr,
@@ -83,6 +84,9 @@ pub struct VxlanBackend {
     /// Whether the programs know all senders but for those that change next.
     senders_fed: bool,
     devices: Vec<Device>,
+    /// So that nobody takes the devices away while we run. An agent that is just stopping may
+    /// still have them.
+    _claims: Vec<DeviceClaim>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
     compiler: Compiler,
@@ -141,6 +145,7 @@ impl VxlanBackend {
             fast_path_config: fast_path,
             senders: Senders::default(),
             senders_fed: false,
+            _claims: devices.iter().filter_map(|d| DeviceClaim::take(&d.name).ok()).collect(),
             devices,
             targets: HashMap::new(),
             mirror,

@@ -11,6 +11,7 @@ mod object;
 mod pin;
 mod tc_filter;
 mod tcx_query;
+mod teardown;
 
 use std::{collections::BTreeMap, io, net::IpAddr, path::PathBuf};
 
@@ -34,7 +35,7 @@ use self::{
 };
 use crate::lease::Subnets;
 
-pub use self::counters::read_pinned_peers;
+pub use self::{counters::read_pinned_peers, teardown::Pins};
 
 /// How to attach the programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -176,6 +177,8 @@ pub struct EbpfDatapath {
     /// Peers for which there was no room.
     left_out: usize,
     attachments: Attachments,
+    /// Whether what an agent of another version pinned has been removed.
+    old_discarded: bool,
     log: Option<AbortHandle>,
 }
 
@@ -198,6 +201,7 @@ impl EbpfDatapath {
             peer_counters: take(&mut ebpf, pin::PEER_COUNTERS.name)?,
             outcomes: take(&mut ebpf, pin::OUTCOMES.name)?,
             attachments: Attachments::new(options.attach),
+            old_discarded: false,
             known: BTreeMap::new(),
             indexes: IndexPool::new(MAX_PEERS),
             left_out: 0,
@@ -219,7 +223,11 @@ impl EbpfDatapath {
         let maps = self.apply_maps(wanted).map_err(|error| EbpfError::map(&error));
         let program = object::program(&mut self.ebpf)?;
         let attached = self.attachments.apply(program, &self.pins, &wanted.underlay);
-        Ok(maps? + attached?)
+        let changes = maps? + attached?;
+        if !std::mem::replace(&mut self.old_discarded, true) {
+            self.pins.discard_old(&[object::UNDERLAY_INGRESS]);
+        }
+        Ok(changes)
     }
 
     /// What came from each peer, in the order of their addresses.

@@ -174,9 +174,7 @@ impl Attachments {
             match attach_tcx(program, id, pins, ifindex, name) {
                 Ok(link) => {
                     // An earlier agent may have attached the other way.
-                    if filter_of_ours(ifindex)?.is_some() {
-                        drop(clsact_link(name)?);
-                    }
+                    remove_filter(ifindex, name)?;
                     return Ok(Hold::Tcx(link));
                 }
                 Err(error) if unsupported(&error) => {
@@ -197,10 +195,7 @@ impl Attachments {
                 let failed = |reason| EbpfError::Attach { ifindex, reason };
                 // A device that is gone took its filters along.
                 let Ok(name) = device_name(ifindex) else { return Ok(()) };
-                if filter_of_ours(ifindex).map_err(failed)?.is_some() {
-                    drop(clsact_link(&name).map_err(failed)?);
-                }
-                Ok(())
+                remove_filter(ifindex, &name).map(drop).map_err(failed)
             }
             None => Ok(()),
         }
@@ -281,6 +276,18 @@ fn attached_by_clsact(ifindex: u32, id: u32) -> bool {
 fn filter_of_ours(ifindex: u32) -> Result<Option<tc_filter::Filter>, String> {
     let found = tc_filter::find(ifindex).map_err(|error| error.to_string())?;
     Ok(found.filter(|filter| filter.name == UNDERLAY_INGRESS))
+}
+
+/// Removes our filter from a device. Returns whether there was one.
+///
+/// # Errors
+/// What the kernel said.
+pub(super) fn remove_filter(ifindex: u32, name: &str) -> Result<bool, String> {
+    let found = filter_of_ours(ifindex)?.is_some();
+    if found {
+        drop(clsact_link(name)?);
+    }
+    Ok(found)
 }
 
 /// Whether the kernel does not know TCX: before 6.6, `BPF_LINK_CREATE` refuses the hook.
