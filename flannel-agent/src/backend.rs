@@ -1,14 +1,16 @@
 //! Backends: how packets reach the peers. One trait, one module per backend.
 
 pub mod alloc;
+pub mod extension;
 pub mod host_gw;
+mod interface_mtu;
 mod on_link;
 mod peer_ranges;
 pub mod registry;
 pub mod udp;
 pub mod vxlan;
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, future::Future, pin::Pin};
 
 use async_trait::async_trait;
 
@@ -16,6 +18,9 @@ use crate::{
     lease::{Lease, LeaseAttributes, Subnets},
     peer_table::PeerTable,
 };
+
+/// See [`Backend::farewell`].
+pub type Farewell = Pin<Box<dyn Future<Output = ()>>>;
 
 /// Why a backend cannot be brought up.
 #[derive(Debug, thiserror::Error)]
@@ -87,4 +92,10 @@ pub trait Backend {
 
     /// What `/status` and the `status` command show of this backend.
     fn status(&self) -> serde_json::Value;
+
+    /// What is to be done when the agent is told to stop; run after the backend is gone. Bounded
+    /// in time. Nothing unless a user asked for it: forwarding outlives the agent.
+    fn farewell(&self) -> Option<Farewell> {
+        None
+    }
 }

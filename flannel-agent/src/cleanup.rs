@@ -71,8 +71,8 @@ pub struct Report {
 }
 
 impl Report {
-    fn removed(&mut self, kind: &'static str, name: impl ToString) {
-        self.removed.push(Thing { kind, name: name.to_string() });
+    fn removed(&mut self, kind: &'static str, name: &str) {
+        self.removed.push(Thing { kind, name: name.to_owned() });
     }
 
     /// Notes what came of removing one thing.

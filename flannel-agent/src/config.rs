@@ -97,6 +97,7 @@ fn backend_keys(backend_type: &str) -> Option<&'static [&'static str]> {
             "ShutdownCommand",
             "SubnetAddCommand",
             "SubnetRemoveCommand",
+            "CommandTimeout",
         ],
         "tencent-vpc" => &["AccessKeyID", "AccessKeySecret"],
         _ => return None,

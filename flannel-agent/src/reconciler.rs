@@ -12,7 +12,7 @@ use std::{
     net::IpAddr,
 };
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv6Net};
 
 use crate::{
     mac::MacAddr,
@@ -144,8 +144,11 @@ impl Wanted {
                 inside || tagged || (onlink && gateway == route.destination.network())
             }
             Via::Link(link) if self.devices.contains(&link) => inside || tagged,
-            Via::Gateway { gateway, .. } => {
-                inside && (tagged || self.direct.get(&route.destination) == Some(&gateway))
+            // Over another device: a direct route, or what a vxlan of before left.
+            Via::Gateway { gateway, onlink, .. } => {
+                let direct = self.direct.get(&route.destination) == Some(&gateway);
+                let tunnel = onlink && gateway == route.destination.network();
+                inside && (tagged || direct || tunnel)
             }
             Via::Link(_) => inside && tagged,
             // Left by `--ip-blackhole-route` of another subnet; our own subnet's and the whole
@@ -202,12 +205,12 @@ impl Wanted {
                 plan.taken.push(*foreign);
                 continue;
             }
-            changes.push(Change::SetRoute(Route {
-                destination: *destination,
-                via: *via,
-                metric,
-                protocol: OUR_PROTOCOL,
-            }));
+            let route =
+                Route { destination: *destination, via: *via, metric, protocol: OUR_PROTOCOL };
+            let stone = stepping_stone(tables, &route);
+            changes.extend(stone.map(Change::SetRoute));
+            changes.push(Change::SetRoute(route));
+            changes.extend(stone.map(Change::RemoveRoute));
         }
         self.plan_removals(tables, keys, changes);
         plan
@@ -260,6 +263,26 @@ fn at<'a, K: Eq + Hash + Ord, V>(
         None => Box::new(map.iter()),
         Some(keys) => Box::new(keys.iter().filter_map(|key| map.get_key_value(key))),
     }
+}
+
+/// A route to the gateway alone that has to be there while `route` takes the place of one over
+/// another link. The kernel looks an IPv6 gateway up although it is said to be on the link, and
+/// refuses it if the way there is another: here the very route that is to be replaced.
+fn stepping_stone(tables: &Tables, route: &Route) -> Option<Route> {
+    let Via::Gateway { link, gateway: IpAddr::V6(gateway), onlink: true } = route.via else {
+        return None;
+    };
+    let elsewhere = |other: &Route| match other.via {
+        Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
+        Via::Blackhole => true,
+    };
+    let needed = tables.routes_to(&route.destination).any(elsewhere);
+    needed.then(|| Route {
+        destination: Ipv6Net::from(gateway).into(),
+        via: Via::Link(link),
+        metric: route.metric,
+        protocol: OUR_PROTOCOL,
+    })
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! From the command line to the running agent: specification §1.3, in that order.
 
-use std::{rc::Rc, time::Duration};
+use std::{cell::Cell, rc::Rc, time::Duration};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
@@ -8,7 +8,7 @@ use tracing::{error, info, warn};
 use crate::{
     agent::{self, Agent},
     backend::{
-        Backend, BackendError,
+        Backend, BackendError, Farewell,
         registry::{self, Parts},
     },
     cli::{
@@ -47,16 +47,25 @@ const INTERFACE_PATIENCE: Duration = Duration::from_secs(3);
 pub async fn run(options: Options) -> Result<(), Exit> {
     options.log();
     let mut stop = StopSignals::install()?;
-    tokio::select! {
-        result = run_until_failure(&options) => result,
-        name = stop.received() => {
-            info!("{name}: stopping; everything stays as it is in the kernel and in the store");
-            Ok(())
+    let farewell = Cell::default();
+    let name = tokio::select! {
+        result = run_until_failure(&options, &farewell) => return result,
+        name = stop.received() => name,
+    };
+    info!("{name}: stopping; everything stays as it is in the kernel and in the store");
+    if let Some(farewell) = farewell.take() {
+        tokio::select! {
+            () = farewell => {}
+            name = stop.received() => info!("{name}: stopping at once"),
         }
     }
+    Ok(())
 }
 
-async fn run_until_failure(options: &Options) -> Result<(), Exit> {
+async fn run_until_failure(
+    options: &Options,
+    farewell: &Cell<Option<Farewell>>,
+) -> Result<(), Exit> {
     let subnet_file = SubnetFile::new(&options.files.subnet_file);
     let _lock =
         subnet_file.lock(LOCK_PATIENCE).await.map_err(|err| Exit::failure(err.to_string()))?;
@@ -81,6 +90,7 @@ async fn run_until_failure(options: &Options) -> Result<(), Exit> {
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
+        farewell.set(backend.farewell());
         let agent = Agent::start(
             Rc::clone(&store),
             backend,

@@ -32,22 +32,35 @@ pub struct Plan {
     pub pods: u8,
     /// Flags for every agent, besides the store's.
     pub flags: Vec<String>,
+    /// `Backend` of the network configuration, JSON.
+    pub backend: String,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { agents: 3, kernel_peer: false, dual_stack: false, pods: 1, flags: Vec::new() }
+        Self {
+            agents: 3,
+            kernel_peer: false,
+            dual_stack: false,
+            pods: 1,
+            flags: Vec::new(),
+            backend: r#"{"Type":"vxlan"}"#.to_owned(),
+        }
     }
 }
 
 impl Plan {
     /// The network configuration of such a cluster.
-    pub fn network_config(&self) -> &'static str {
-        if self.dual_stack {
-            r#"{"Network":"10.77.0.0/16","EnableIPv6":true,"IPv6Network":"fd77::/48","Backend":{"Type":"vxlan"}}"#
-        } else {
-            r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#
-        }
+    pub fn network_config(&self) -> String {
+        let v6 =
+            if self.dual_stack { r#""EnableIPv6":true,"IPv6Network":"fd77::/48","# } else { "" };
+        format!(r#"{{"Network":"10.77.0.0/16",{v6}"Backend":{}}}"#, self.backend)
+    }
+
+    /// What the node made by hand is to be like.
+    fn peer_spec(&self) -> PeerSpec {
+        let spec = if self.dual_stack { PeerSpec::dual(200) } else { PeerSpec::v4(200) };
+        PeerSpec { routed: self.backend.contains("host-gw"), ..spec }
     }
 }
 
@@ -132,12 +145,11 @@ pub struct Cluster {
 impl Cluster {
     /// Starts everything and waits until all agents are ready.
     pub fn start(lab: &Lab, store: &dyn LeaseStore, plan: &Plan) -> Result<Self> {
-        store.put_config(plan.network_config())?;
+        store.put_config(&plan.network_config())?;
         let peer = plan
             .kernel_peer
             .then(|| -> Result<KernelPeer> {
-                let spec = if plan.dual_stack { PeerSpec::dual(200) } else { PeerSpec::v4(200) };
-                let peer = KernelPeer::new(lab.node("byhand")?, spec)?;
+                let peer = KernelPeer::new(lab.node("byhand")?, plan.peer_spec())?;
                 let (key, lease) = peer.lease();
                 store.put_lease(&key, &lease)?;
                 Ok(peer)

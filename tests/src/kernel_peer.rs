@@ -1,5 +1,5 @@
-//! A plain kernel VXLAN node built by hand, exactly as flannel builds one: what our packets
-//! have to be understood by.
+//! A node built by hand on a plain kernel, exactly as flannel builds one: what our packets have
+//! to be understood by. With a VXLAN device, or with routes only, as host-gw has it.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -17,12 +17,20 @@ pub struct PeerSpec {
     pub subnet: String,
     /// IPv6 subnet if it is to have one.
     pub subnet_v6: Option<String>,
+    /// Without a VXLAN device: routes to the other hosts themselves (backend `host-gw`).
+    pub routed: bool,
 }
 
 impl PeerSpec {
     /// Subnet `10.77.<n>.0/24` on VNI 1, port 8472.
     pub fn v4(n: u8) -> Self {
-        Self { vni: 1, port: 8472, subnet: format!("10.77.{n}.0/24"), subnet_v6: None }
+        Self {
+            vni: 1,
+            port: 8472,
+            subnet: format!("10.77.{n}.0/24"),
+            subnet_v6: None,
+            routed: false,
+        }
     }
 
     /// The same with `fd77:0:0:<n>::/64`.
@@ -31,7 +39,7 @@ impl PeerSpec {
     }
 }
 
-/// A kernel VXLAN node.
+/// A node on a plain kernel.
 #[derive(Debug)]
 pub struct KernelPeer {
     node: Node,
@@ -75,7 +83,7 @@ pub fn vteps_of(key: &str, lease: &Value) -> Result<(Option<RemoteVtep>, Option<
 }
 
 impl KernelPeer {
-    /// Builds the VXLAN device(s) on a node.
+    /// Builds the VXLAN device(s) on a node, if there are to be any.
     pub fn new(node: Node, spec: PeerSpec) -> Result<Self> {
         let n: u8 = node
             .v4()
@@ -89,7 +97,10 @@ impl KernelPeer {
             node,
             spec,
         };
-        let PeerSpec { vni, port, subnet, subnet_v6 } = &peer.spec;
+        let PeerSpec { vni, port, subnet, subnet_v6, routed } = &peer.spec;
+        if *routed {
+            return Ok(peer);
+        }
         let base = base_of(subnet)?;
         let local = peer.node.v4();
         let mac = &peer.mac;
@@ -120,6 +131,11 @@ impl KernelPeer {
         &self.node
     }
 
+    /// The host alone; what was built there stays.
+    pub fn into_node(self) -> Node {
+        self.node
+    }
+
     /// What it is like.
     pub fn spec(&self) -> &PeerSpec {
         &self.spec
@@ -137,7 +153,11 @@ impl KernelPeer {
 
     /// The env file a flannel would have written there.
     pub fn env(&self) -> Result<SubnetEnv> {
-        let mtu = if self.spec.subnet_v6.is_some() { 1430 } else { 1450 };
+        let mtu = match (self.spec.routed, &self.spec.subnet_v6) {
+            (true, _) => 1500,
+            (false, Some(_)) => 1430,
+            (false, None) => 1450,
+        };
         SubnetEnv::by_hand(Some(&self.spec.subnet), self.spec.subnet_v6.as_deref(), mtu)
     }
 
@@ -156,11 +176,29 @@ impl KernelPeer {
             lease["PublicIPv6"] = json!(self.node.v6());
             lease["BackendV6Data"] = json!({"VNI": self.spec.vni, "VtepMAC": self.mac_v6});
         }
+        if self.spec.routed {
+            lease["BackendType"] = json!("host-gw");
+            lease["BackendData"] = Value::Null;
+            lease["BackendV6Data"] = Value::Null;
+        }
         (key, lease)
     }
 
-    /// Tells it of another node by that node's lease: neighbour, FDB entry, route.
+    /// Tells it of another node by that node's lease: neighbour, FDB entry, route; or the route
+    /// alone.
     pub fn learn(&self, key: &str, lease: &Value) -> Result<()> {
+        if self.spec.routed {
+            let (v4, v6) = key.split_once('&').map_or((key, None), |(v4, v6)| (v4, Some(v6)));
+            for (subnet, address) in [(Some(v4), "PublicIP"), (v6, "PublicIPv6")] {
+                if let (Some(subnet), Some(via)) = (subnet, lease[address].as_str()) {
+                    let (base, len) = subnet.rsplit_once('-').context("a key without length")?;
+                    self.node
+                        .ns()
+                        .ip(&[&format!("route replace {base}/{len} via {via} dev eth0")])?;
+                }
+            }
+            return Ok(());
+        }
         let (v4, v6) = vteps_of(key, lease)?;
         if let Some(vtep) = v4 {
             self.program(&format!("flannel.{}", self.spec.vni), &vtep)?;

@@ -22,6 +22,7 @@
 
 pub mod agent;
 pub mod base64;
+pub mod bench;
 pub mod capture;
 pub mod change_meter;
 pub mod cluster;

@@ -9,6 +9,7 @@ fn plan(datapath: &str) -> Plan {
         dual_stack: true,
         pods: 1,
         flags: vec![format!("--datapath={datapath}")],
+        ..Plan::default()
     }
 }
 

@@ -53,6 +53,7 @@ fn both_directions(datapath: &str) -> Result<()> {
         dual_stack: true,
         pods: 1,
         flags: vec![format!("--datapath={datapath}")],
+        ..Plan::default()
     };
     let cluster = Cluster::start(&lab, &store, &plan)?;
     let (ours, theirs) = (&cluster.members[0], &cluster.members[1]);

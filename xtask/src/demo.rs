@@ -144,6 +144,7 @@ fn show(
         dual_stack: arguments.dual_stack,
         pods: 2,
         flags: vec![format!("--datapath={}", arguments.datapath.word())],
+        ..Plan::default()
     };
     heading("cluster");
     println!("network configuration: {}", plan.network_config());

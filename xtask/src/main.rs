@@ -1,5 +1,6 @@
 //! The project's tasks: `cargo xtask <task>`.
 
+mod bench;
 mod build;
 mod build_ebpf;
 mod demo;
@@ -38,6 +39,8 @@ enum Task {
     Run(run::Arguments),
     /// Show a whole cluster at work, in namespaces of this machine
     Demo(demo::Arguments),
+    /// Compare data paths, side by side in namespaces of this machine
+    Bench(flannel_lab::bench::arguments::Arguments),
     /// Run the tests
     Test(test::Arguments),
     /// Let clippy judge everything, the eBPF programs too
@@ -61,6 +64,7 @@ fn run(task: Task) -> anyhow::Result<()> {
         Task::Build { release } => build::run(release),
         Task::Run(arguments) => run::run(&arguments),
         Task::Demo(arguments) => demo::run(&arguments),
+        Task::Bench(_) => bench::run(),
         Task::Test(arguments) => test::run(&arguments),
         Task::Lint => lint::run(),
     }

@@ -1,23 +1,22 @@
 //! The alloc backend: specification §7.7. Leases a subnet and moves no packets: something else
 //! connects the nodes, a cloud's router for example.
 
+use std::net::Ipv4Addr;
+
 use async_trait::async_trait;
 use serde_json::{Value, json};
-use tracing::debug;
 
-use super::{ApplyReport, Backend, BackendError};
+use super::{ApplyReport, Backend, BackendError, interface_mtu::InterfaceMtu};
 use crate::{
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes},
-    netlink::mirror::{Mirror, Scope},
     peer_table::PeerTable,
 };
 
 /// The backend.
 pub struct AllocBackend {
-    external: ExternalInterface,
-    mirror: Mirror,
-    mtu: u32,
+    public_ip: Option<Ipv4Addr>,
+    mtu: InterfaceMtu,
 }
 
 impl AllocBackend {
@@ -25,14 +24,8 @@ impl AllocBackend {
     ///
     /// # Errors
     /// [`BackendError::Kernel`] if netlink is refused.
-    pub fn new(external: ExternalInterface) -> Result<Self, BackendError> {
-        let mirror = Mirror::open(Scope::default())
-            .map_err(|err| BackendError::Kernel(format!("cannot open netlink sockets: {err}")))?;
-        Ok(Self { mtu: external.mtu, external, mirror })
-    }
-
-    fn interface_mtu(&self) -> Option<u32> {
-        self.mirror.tables().link(&self.external.name).map(|link| link.mtu)
+    pub fn new(external: &ExternalInterface) -> Result<Self, BackendError> {
+        Ok(Self { public_ip: external.public_ip, mtu: InterfaceMtu::new(external)? })
     }
 }
 
@@ -47,38 +40,25 @@ impl Backend for AllocBackend {
     }
 
     fn attributes(&self) -> LeaseAttributes {
-        LeaseAttributes { public_ip: self.external.public_ip, ..LeaseAttributes::default() }
+        LeaseAttributes { public_ip: self.public_ip, ..LeaseAttributes::default() }
     }
 
     async fn apply(&mut self, _own: &Lease, _peers: &PeerTable) -> ApplyReport {
-        let mut report = ApplyReport::default();
-        if let Err(err) = self.mirror.refresh() {
-            report.problems.push(format!("cannot read the kernel's links: {err}"));
+        ApplyReport {
+            problems: self.mtu.refresh().err().into_iter().collect(),
+            ..ApplyReport::default()
         }
-        // Without the interface the subnet stays ours, and pods keep the MTU they have.
-        self.mtu = self.interface_mtu().unwrap_or(self.mtu);
-        report
     }
 
     async fn changed(&mut self) {
-        loop {
-            self.mirror.readable().await;
-            match self.mirror.refresh() {
-                Ok(_) if self.interface_mtu().is_some_and(|mtu| mtu != self.mtu) => return,
-                Ok(_) => {}
-                Err(err) => {
-                    debug!("reading the kernel's links: {err}");
-                    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
-                }
-            }
-        }
+        self.mtu.changed().await;
     }
 
     fn mtu(&self) -> u32 {
-        self.mtu
+        self.mtu.get()
     }
 
     fn status(&self) -> Value {
-        json!({ "interface": { "name": self.external.name, "mtu": self.interface_mtu() } })
+        json!({ "interface": { "name": self.mtu.name(), "mtu": self.mtu.get() } })
     }
 }

@@ -3,6 +3,7 @@
 use super::{
     Backend, BackendError,
     alloc::AllocBackend,
+    extension::{ExtensionBackend, ExtensionConfig, ExtensionOptions},
     host_gw::{HostGwBackend, HostGwConfig},
     udp::{UdpBackend, UdpConfig, UdpOptions},
     vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
@@ -36,7 +37,8 @@ struct Kind {
 }
 
 const KINDS: &[Kind] = &[
-    Kind { name: "alloc", make: |parts| Ok(Box::new(AllocBackend::new(parts.external)?)) },
+    Kind { name: "alloc", make: |parts| Ok(Box::new(AllocBackend::new(&parts.external)?)) },
+    Kind { name: "extension", make: extension },
     Kind { name: "host-gw", make: host_gw },
     Kind { name: "udp", make: udp },
     Kind { name: "vxlan", make: vxlan },
@@ -48,16 +50,24 @@ const KINDS: &[Kind] = &[
 /// What the backend says, or [`BackendError::Config`] listing which types there are.
 pub fn open(parts: Parts<'_>) -> Made {
     let wanted = &parts.config.backend_type;
-    match KINDS.iter().find(|kind| kind.name == wanted) {
-        Some(kind) => (kind.make)(parts),
-        None => {
-            let names: Vec<_> = KINDS.iter().map(|kind| kind.name).collect();
-            Err(BackendError::Config(format!(
-                "Backend.Type \"{wanted}\" is not one of this version's backends: {}",
-                names.join(", ")
-            )))
-        }
-    }
+    let kind = KINDS.iter().find(|kind| kind.name == wanted).ok_or_else(|| {
+        let names: Vec<_> = KINDS.iter().map(|kind| kind.name).collect();
+        BackendError::Config(format!(
+            "Backend.Type \"{wanted}\" is not one of this version's backends: {}",
+            names.join(", ")
+        ))
+    })?;
+    (kind.make)(parts)
+}
+
+fn extension(parts: Parts<'_>) -> Made {
+    let config = ExtensionConfig {
+        options: ExtensionOptions::parse(&parts.config.backend)?,
+        external: parts.external,
+        ipv4_network: parts.config.ipv4.map(|settings| settings.network),
+        ipv6_network: parts.config.ipv6.map(|settings| settings.network),
+    };
+    Ok(Box::new(ExtensionBackend::new(config)?))
 }
 
 fn host_gw(parts: Parts<'_>) -> Made {

@@ -368,10 +368,10 @@ impl Mirror {
                     heard.neighbour(link, ip);
                 }
             }
-            Some(&Entry::Unresolved(link, ip)) => {
-                if self.tables.neighbours.remove(&(link, ip)).is_some() {
-                    heard.neighbour(link, ip);
-                }
+            Some(&Entry::Unresolved(link, ip))
+                if self.tables.neighbours.remove(&(link, ip)).is_some() =>
+            {
+                heard.neighbour(link, ip);
             }
             Some(&Entry::Forwarding(Forwarding { link, mac, remote }, permanent)) => {
                 if !self.is_ours(link) {
@@ -388,7 +388,7 @@ impl Mirror {
                     heard.forwarding(link, mac);
                 }
             }
-            None => {}
+            Some(Entry::Unresolved(..)) | None => {}
         }
     }
 

@@ -175,6 +175,45 @@ fn tunnel_and_direct_route_replace_each_other_in_place() {
 }
 
 #[test]
+fn an_ipv6_tunnel_route_gets_a_step_to_its_gateway_where_a_direct_one_is_in_the_way() {
+    let subnet = net("fd77:0:0:2::/64");
+    let (gateway, networks) = (subnet.network(), vec![net("fd77::/48")]);
+    let via = Via::Gateway { link: DEVICE, gateway, onlink: true };
+    let wanted = Wanted {
+        routes: [(subnet, via)].into(),
+        devices: vec![DEVICE],
+        networks,
+        complete: true,
+        ..Wanted::default()
+    };
+    let mut tables = Tables::default();
+    tables.routes.insert(Route {
+        metric: 1024,
+        ..route("fd77:0:0:2::/64", through(2, "2001:db8::2"), OUR_PROTOCOL)
+    });
+    let changes = settle(&wanted, &mut tables);
+    let step = net("fd77:0:0:2::/128");
+    assert!(matches!(
+        changes[..],
+        [Change::SetRoute(first), Change::SetRoute(_), Change::RemoveRoute(last)]
+            if first.destination == step && first.via == Via::Link(DEVICE) && first == last
+    ));
+    let left: Vec<_> = tables.routes.iter().map(|route| (route.destination, route.via)).collect();
+    assert_eq!(left, [(subnet, via)]);
+}
+
+#[test]
+fn what_a_vxlan_device_of_before_was_used_for_goes_when_there_is_none() {
+    let wanted = Wanted { devices: Vec::new(), ..wanted_with(&[]) };
+    let mut tables = Tables::default();
+    tables.routes.insert(route("10.77.6.0/24", onlink("10.77.6.0/24"), 3));
+    tables.routes.insert(route("10.77.7.0/24", through(2, "192.0.2.1"), 3));
+    settle(&wanted, &mut tables);
+    let left: Vec<_> = tables.routes.iter().map(|route| route.destination).collect();
+    assert_eq!(left, [net("10.77.7.0/24")]);
+}
+
+#[test]
 fn peers_that_swap_macs_need_neighbours_only() {
     let mut wanted = wanted_with(&[2, 3]);
     let mut tables = Tables::default();

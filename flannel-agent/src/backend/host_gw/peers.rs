@@ -86,7 +86,7 @@ pub fn compile(
     let mut compiled = Compiled {
         wanted: Wanted {
             networks: networks.to_vec(),
-            own: own_nets.to_vec(),
+            own: own_nets.clone(),
             complete: peers.synced(),
             ..Wanted::default()
         },

@@ -67,9 +67,9 @@ proptest! {
                 let lease = lease(subnet, address, mac);
                 if kind == 0 { LeaseChange::Removed(lease.subnets) } else { LeaseChange::Put(lease) }
             });
-            let changed = match peers.apply(PeerUpdate::Changes(changes.collect())) {
-                Changed::Peers(changed) => changed,
-                _ => continue,
+            let Changed::Peers(changed) = peers.apply(PeerUpdate::Changes(changes.collect()))
+            else {
+                continue;
             };
             let before = compiler.wanted().clone();
             let keys = compiler.compile(&peers, Some(&changed), &tunnels, &tables, &on_link);

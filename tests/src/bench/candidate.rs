@@ -1,0 +1,140 @@
+//! The ways from pod to pod that are compared.
+
+use std::fmt;
+
+use clap::ValueEnum;
+use serde_json::Value;
+
+/// A way from one pod to another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
+pub enum Candidate {
+    /// From node to node without pods, rules or tunnel: the ceiling
+    Host,
+    /// Routed from pod to pod through the nodes, without a tunnel
+    HostGw,
+    /// The kernel's VXLAN with flannel's own rules: what everything is compared with
+    KernelVxlan,
+    /// The same with an nftables flowtable for established flows
+    KernelFlowtable,
+    /// Our agent with --datapath kernel
+    OursKernel,
+    /// Our agent with --fast-path stack
+    OursStack,
+    /// Our agent with --fast-path flows
+    OursFlows,
+    /// The same with --xdp native
+    OursXdpFlows,
+    /// The flanneld that --flanneld names
+    Flanneld,
+}
+
+/// All of them, in the order of reports.
+pub const ALL: [Candidate; 9] = [
+    Candidate::Host,
+    Candidate::HostGw,
+    Candidate::KernelVxlan,
+    Candidate::KernelFlowtable,
+    Candidate::OursKernel,
+    Candidate::OursStack,
+    Candidate::OursFlows,
+    Candidate::OursXdpFlows,
+    Candidate::Flanneld,
+];
+
+impl Candidate {
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    /// What our agent is started with; `None` if it is not ours.
+    pub fn agent_flags(self) -> Option<&'static [&'static str]> {
+        match self {
+            Self::OursKernel => Some(&["--datapath=kernel"]),
+            Self::OursStack => Some(&["--datapath=ebpf", "--fast-path=stack", "--xdp=off"]),
+            Self::OursFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=off"]),
+            Self::OursXdpFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=native"]),
+            _ => None,
+        }
+    }
+
+    /// Whether an agent with this status document really does what this candidate stands for. If
+    /// not, why not, as far as the agent tells.
+    pub fn is_in_use(self, status: &Value) -> Result<(), String> {
+        let datapath = &status["datapath"];
+        let mode = datapath["mode"].as_str().unwrap_or("unknown");
+        let reason = match datapath["reason"].as_str() {
+            Some(reason) if !reason.is_empty() => format!(": {reason}"),
+            _ => String::new(),
+        };
+        let wanted_mode = if self == Self::OursKernel { "kernel" } else { "ebpf" };
+        if mode != wanted_mode {
+            return Err(format!("the agent's data path is {mode}{reason}"));
+        }
+        let programs = &status["backend"]["datapath"]["programs"];
+        let fast_path = match self {
+            Self::OursStack => "stack",
+            Self::OursFlows | Self::OursXdpFlows => "flows",
+            _ => return Ok(()),
+        };
+        match programs["fast_path"].as_str() {
+            Some(word) if word == fast_path => {}
+            Some(word) => {
+                let why = programs["why_not_flows"].as_str().unwrap_or("no reason given");
+                return Err(format!("the agent's fast path is {word}: {why}"));
+            }
+            None => return Err("the agent has no fast path".to_owned()),
+        }
+        if self == Self::OursXdpFlows && programs["xdp"] != "native" {
+            let why = programs["why_not_xdp"].as_str().unwrap_or("no reason given");
+            return Err(format!("the agent has no native XDP program in use: {why}"));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_reports() {
+        assert_eq!(
+            ALL.map(Candidate::name).join(" "),
+            "host host-gw kernel-vxlan kernel-flowtable ours-kernel ours-stack ours-flows \
+             ours-xdp-flows flanneld"
+        );
+    }
+
+    #[test]
+    fn what_the_agent_does_not_do_is_not_measured_as_if_it_did() {
+        let kernel = json!({"datapath": {"mode": "kernel", "reason": "no BPF"}});
+        assert_eq!(Candidate::OursKernel.is_in_use(&kernel), Ok(()));
+        let why = Candidate::OursFlows.is_in_use(&kernel).unwrap_err();
+        assert!(why.contains("no BPF"), "{why}");
+        let status = |programs: Value| {
+            json!({"datapath": {"mode": "ebpf", "reason": ""},
+                "backend": {"datapath": {"programs": programs}}})
+        };
+        assert!(Candidate::OursKernel.is_in_use(&status(json!({}))).is_err());
+        assert!(Candidate::OursStack.is_in_use(&status(json!({}))).is_err());
+        let stack = status(json!({"fast_path": "stack", "why_not_flows": "conntrack"}));
+        assert_eq!(Candidate::OursStack.is_in_use(&stack), Ok(()));
+        let why = Candidate::OursFlows.is_in_use(&stack).unwrap_err();
+        assert!(why.contains("conntrack"), "{why}");
+        let flows = status(json!({"fast_path": "flows"}));
+        assert_eq!(Candidate::OursFlows.is_in_use(&flows), Ok(()));
+        assert!(Candidate::OursStack.is_in_use(&flows).is_err());
+        assert!(Candidate::OursXdpFlows.is_in_use(&flows).is_err());
+        let xdp = status(json!({"fast_path": "flows", "xdp": "native"}));
+        assert_eq!(Candidate::OursXdpFlows.is_in_use(&xdp), Ok(()));
+    }
+}

@@ -1,0 +1,164 @@
+//! UDP as fast as one thread can send, and what of it arrives.
+
+use std::{
+    io,
+    net::{SocketAddr, UdpSocket},
+    os::fd::AsRawFd,
+    ptr, thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::socket::{setsockopt, sockopt};
+
+use super::{Ends, Outcome, PATIENCE, join};
+use crate::bench::{
+    priority::Importance,
+    window::{Counted, Window},
+};
+
+/// Messages to a system call.
+const BATCH: u32 = 64;
+
+/// Room at the receiver in bytes: a stall of its thread is to cost nothing.
+const RECEIVE_BUFFER: usize = 16 << 20;
+
+/// How long the receiver waits before it looks at the clock.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Sends messages of `size` bytes until the window closes. Counts messages; the server's count
+/// is of those that arrived.
+pub fn run(ends: &Ends<'_>, size: usize, window: Window) -> Result<Outcome> {
+    let (client, server) = acquainted(ends)?;
+    thread::scope(|scope| {
+        let arrives = scope.spawn(move || -> Result<Counted> {
+            let mut counter = ends.server_counter(Importance::Nice, window)?;
+            let mut batch = Batch::new(size);
+            loop {
+                let received = batch.receive(&server, size)?;
+                if !counter.add(received)? {
+                    return counter.finish();
+                }
+            }
+        });
+        let leaves = scope.spawn(move || -> Result<Counted> {
+            let mut counter = ends.client_counter(Importance::Nice, window)?;
+            let mut batch = Batch::new(size);
+            loop {
+                let sent = batch.send(&client)?;
+                if !counter.add(sent)? {
+                    return counter.finish();
+                }
+            }
+        });
+        Ok(Outcome { client: join(leaves)?, server: join(arrives)? })
+    })
+}
+
+/// Two connected sockets that have exchanged some messages, as nearly every UDP protocol does
+/// first: the path knows the flow in both directions.
+fn acquainted(ends: &Ends<'_>) -> Result<(UdpSocket, UdpSocket)> {
+    let server = ends.server.within(|| bound(SocketAddr::new(ends.address, 0)))?;
+    let target = server.local_addr()?;
+    let any = if ends.address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    let client = ends.client.within(|| bound(any.parse()?))?;
+    client.connect(target).with_context(|| format!("no way to {target}"))?;
+    let from = client.local_addr()?;
+    server.connect(from)?;
+    setsockopt(&server, sockopt::RcvBufForce, &RECEIVE_BUFFER)
+        .context("cannot enlarge a receive buffer")?;
+    let start = Instant::now();
+    let mut message = [0; 8];
+    for _ in 0..4 {
+        loop {
+            client.send(b"hello")?;
+            if server.recv(&mut message).is_ok() {
+                break;
+            }
+            ensure!(start.elapsed() < PATIENCE, "no message from {from} reaches {target}");
+        }
+        server.send(b"hello")?;
+        ensure!(client.recv(&mut message).is_ok(), "no message from {target} reaches {from}");
+    }
+    Ok((client, server))
+}
+
+fn bound(address: SocketAddr) -> Result<UdpSocket> {
+    let socket = UdpSocket::bind(address).with_context(|| format!("cannot bind to {address}"))?;
+    socket.set_read_timeout(Some(LOOK))?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    Ok(socket)
+}
+
+/// Messages for `sendmmsg` and `recvmmsg`, and what these point to.
+struct Batch {
+    headers: Vec<libc::mmsghdr>,
+    /// Pointed to by `headers`: never resized.
+    _parts: Vec<libc::iovec>,
+    /// Pointed to by `_parts`: never resized.
+    _bytes: Vec<u8>,
+}
+
+impl Batch {
+    fn new(size: usize) -> Self {
+        let mut bytes = vec![0x5a; BATCH as usize * size];
+        let mut parts: Vec<_> = bytes
+            .chunks_exact_mut(size)
+            .map(|chunk| libc::iovec { iov_base: chunk.as_mut_ptr().cast(), iov_len: size })
+            .collect();
+        let headers = parts
+            .iter_mut()
+            .map(|part| {
+                // SAFETY: all zero is a valid header: no address, no parts, no control data.
+                let mut header: libc::mmsghdr = unsafe { std::mem::zeroed() };
+                header.msg_hdr.msg_iov = ptr::from_mut(part);
+                header.msg_hdr.msg_iovlen = 1;
+                header
+            })
+            .collect();
+        Self { headers, _parts: parts, _bytes: bytes }
+    }
+
+    /// How many messages the kernel took.
+    fn send(&mut self, socket: &UdpSocket) -> Result<u64> {
+        // SAFETY: `headers` holds BATCH headers whose parts and bytes live as long as it.
+        let sent =
+            unsafe { libc::sendmmsg(socket.as_raw_fd(), self.headers.as_mut_ptr(), BATCH, 0) };
+        counted(sent).context("cannot send")
+    }
+
+    /// How many messages of this size have come; 0 if none comes for a while.
+    fn receive(&mut self, socket: &UdpSocket, size: usize) -> Result<u64> {
+        // SAFETY: as in `send`; a null pointer means no time limit of the call's own.
+        let received = unsafe {
+            libc::recvmmsg(
+                socket.as_raw_fd(),
+                self.headers.as_mut_ptr(),
+                BATCH,
+                libc::MSG_WAITFORONE,
+                ptr::null_mut(),
+            )
+        };
+        let received = counted(received).context("cannot receive")?;
+        for header in self.headers.iter().take(usize::try_from(received)?) {
+            let length = header.msg_len as usize;
+            // The last message of the acquaintance may still be on its way.
+            if length != size && length != b"hello".len() {
+                bail!("a message of {length} bytes arrived, {size} were sent");
+            }
+        }
+        Ok(received)
+    }
+}
+
+/// The result of a call that was not given anything to do for now is 0.
+fn counted(result: libc::c_int) -> io::Result<u64> {
+    if let Ok(count) = u64::try_from(result) {
+        return Ok(count);
+    }
+    let error = io::Error::last_os_error();
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
+        _ => Err(error),
+    }
+}

@@ -1,0 +1,36 @@
+//! `cargo xtask bench`: builds the optimised agent and the part that measures, and becomes that.
+
+use std::{
+    env,
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::tool;
+
+/// What measures, as an example of the lab's package.
+const EXAMPLE: &str = "bench";
+
+/// Builds and becomes it; returns only if that fails. It takes the same arguments as we do, so
+/// those are handed on as they are.
+pub fn run() -> Result<()> {
+    ensure!(
+        tool::is_root()?,
+        "the benchmarks make network namespaces and load eBPF programs: run them as root"
+    );
+    let agent = tool::build_agent(true)?;
+    let mut build = tool::cargo();
+    build.args(["build", "--locked", "--release", "--package", "flannel-lab"]);
+    tool::check(build.args(["--example", EXAMPLE]))?;
+    let program = example_beside(&agent).context("the agent was built in no directory")?;
+    let error =
+        Command::new(&program).args(env::args_os().skip(2)).env("FLANNEL_AGENT", &agent).exec();
+    bail!("cannot start {}: {error}", program.display())
+}
+
+fn example_beside(agent: &Path) -> Option<PathBuf> {
+    Some(agent.parent()?.join("examples").join(EXAMPLE))
+}
