@@ -60,5 +60,6 @@ fn wanted(underlay: &[u32]) -> FastPathWanted {
         vni: packet::VNI,
         port: packet::PORT,
         peers: vec![peer(V4_PEER, "10.5.1.0/24"), peer(V6_PEER, "10.5.2.0/24")],
+        ..FastPathWanted::default()
     }
 }

@@ -12,7 +12,7 @@ use bytemuck::{Pod, Zeroable};
 /// another version are left alone, so it must change with any layout, size or meaning here.
 ///
 /// [`Outcome`]: crate::outcome::Outcome
-pub const SCHEMA_VERSION: u32 = 1;
+pub const SCHEMA_VERSION: u32 = 2;
 
 /// How many outer addresses `PEERS` and `PEER_COUNTERS` have room for.
 pub const MAX_PEERS: u32 = 16_384;
@@ -20,16 +20,112 @@ pub const MAX_PEERS: u32 = 16_384;
 /// Stands for the prefix length of a subnet that a peer does not have.
 pub const NO_SUBNET: u8 = 0xff;
 
+/// How many VTEPs and subnets there is room for: two families for each peer.
+pub const MAX_VTEPS: u32 = 2 * MAX_PEERS;
+
+/// What the programs may do: bits of [`Config::switches`].
+pub mod switch {
+    /// Encapsulate at the tunnel device's egress.
+    pub const ENCAP: u32 = 1;
+    /// Decapsulate at the underlay's ingress.
+    pub const DECAP: u32 = 1 << 1;
+    /// Drop malformed and clearly forged tunnel packets.
+    pub const FILTER: u32 = 1 << 2;
+    /// With `FILTER`: outer and inner source have to match one lease.
+    pub const STRICT: u32 = 1 << 3;
+    /// Some peer sends from an address that no lease tells (it is behind a NAT).
+    pub const ANY_SOURCE: u32 = 1 << 4;
+    /// Another device takes tunnel packets of other VNIs on the same port.
+    pub const OTHER_VNIS: u32 = 1 << 5;
+}
+
 /// The one entry of the map `CONFIG`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Config {
     /// The tunnel's VXLAN network identifier, 24 bits.
     pub vni: u32,
+    /// Bits of [`switch`].
+    pub switches: u32,
     /// The tunnel's UDP port; 0 recognises nothing.
     pub port: u16,
+    /// The lowest outer source port, and the one after the highest, as the kernel's
+    /// `net.ipv4.ip_local_port_range` has them.
+    pub source_port_min: u16,
+    /// See `source_port_min`.
+    pub source_port_max: u16,
     /// Keeps the size a multiple of four; zero.
     pub reserved: u16,
+    /// A new number makes everything that was learnt about flows worthless.
+    pub epoch: u32,
+    /// The tunnel over IPv4.
+    pub v4: Tunnel,
+    /// The tunnel over IPv6.
+    pub v6: Tunnel,
+}
+
+/// Our end of the tunnel of one family.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Tunnel {
+    /// The interface index of the kernel's VXLAN device; 0 if there is none.
+    pub ifindex: u32,
+    /// The device's MAC.
+    pub mac: Mac,
+    /// The hop limit of outer packets.
+    pub hop_limit: u8,
+    /// The length of `subnet`.
+    pub prefix_len: u8,
+    /// Where outer packets come from.
+    pub local: OuterAddress,
+    /// Our own subnet in network order, host bits zero; IPv4 in the first four bytes.
+    pub subnet: [u8; 16],
+}
+
+/// A MAC address.
+pub type Mac = [u8; 6];
+
+/// A key of the map `VTEPS`. The devices of both families have tables of their own.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Pod, Zeroable)]
+pub struct VtepKey {
+    /// The inner destination MAC.
+    pub mac: Mac,
+    /// [`VtepKey::V4`] or [`VtepKey::V6`]: the family of the tunnel.
+    pub tunnel: u16,
+}
+
+impl VtepKey {
+    /// The tunnel over IPv4.
+    pub const V4: u16 = 4;
+    /// The tunnel over IPv6.
+    pub const V6: u16 = 6;
+}
+
+/// A value of the map `VTEPS`: mirrors one forwarding entry of the kernel's device.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Vtep {
+    /// Where the outer packets go.
+    pub remote: OuterAddress,
+    /// When a packet last went by the kernel's device, in jiffies; the programs write it, the
+    /// agent starts it with 0. Without the kernel's own packets a neighbour grows stale, and a
+    /// router's new MAC is noticed late.
+    pub kernel_jiffies: u64,
+}
+
+/// A value of the maps `SUBNETS4` and `SUBNETS6`: who is behind an inner address.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Lease {
+    /// Where the peer receives outer packets.
+    pub outer: OuterAddress,
+    /// The peer's place in `PEER_COUNTERS`.
+    pub index: u32,
+    /// The MAC of the peer's tunnel device of this family.
+    pub vtep_mac: Mac,
+    /// 1 if the subnet is reached by the tunnel, 0 if directly.
+    pub tunnelled: u16,
 }
 
 /// An outer address: IPv6, or IPv4 mapped into it (RFC 4291 section 2.5.5.2).
@@ -104,8 +200,22 @@ impl Counters {
 }
 
 const _: () = {
-    assert!(size_of::<Config>() == 8);
-    assert!(offset_of!(Config, port) == 4);
+    assert!(size_of::<Tunnel>() == 44);
+    assert!(offset_of!(Tunnel, mac) == 4);
+    assert!(offset_of!(Tunnel, hop_limit) == 10);
+    assert!(offset_of!(Tunnel, local) == 12);
+    assert!(offset_of!(Tunnel, subnet) == 28);
+    assert!(size_of::<Config>() == 108);
+    assert!(offset_of!(Config, port) == 8);
+    assert!(offset_of!(Config, epoch) == 16);
+    assert!(offset_of!(Config, v4) == 20);
+    assert!(offset_of!(Config, v6) == 64);
+    assert!(size_of::<VtepKey>() == 8);
+    assert!(size_of::<Vtep>() == 24);
+    assert!(offset_of!(Vtep, kernel_jiffies) == 16);
+    assert!(size_of::<Lease>() == 28);
+    assert!(offset_of!(Lease, index) == 16);
+    assert!(offset_of!(Lease, vtep_mac) == 20);
     assert!(size_of::<OuterAddress>() == 16);
     assert!(size_of::<Peer>() == 28);
     assert!(offset_of!(Peer, subnet_v4) == 4);
@@ -118,7 +228,7 @@ const _: () = {
 
 #[cfg(feature = "user")]
 mod user {
-    use super::{Config, Counters, OuterAddress, Peer};
+    use super::{Config, Counters, Lease, OuterAddress, Peer, Vtep, VtepKey};
 
     // SAFETY: the derives of bytemuck's `Pod` checked it: no padding, any bit pattern is valid.
     unsafe impl aya::Pod for Config {}
@@ -128,6 +238,12 @@ mod user {
     unsafe impl aya::Pod for Peer {}
     // SAFETY: as above.
     unsafe impl aya::Pod for Counters {}
+    // SAFETY: as above.
+    unsafe impl aya::Pod for VtepKey {}
+    // SAFETY: as above.
+    unsafe impl aya::Pod for Vtep {}
+    // SAFETY: as above.
+    unsafe impl aya::Pod for Lease {}
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ const IPV6_LEN: u32 = 40;
 const PROTOCOL_UDP: u8 = 17;
 const PROTOCOL_FRAGMENT: u8 = 44;
 const UDP_LEN: u32 = 8;
+const VXLAN_LEN: u32 = 8;
 /// UDP and VXLAN headers and the smallest thing that can be inside, an Ethernet header.
 const MIN_UDP_LEN: u32 = 8 + 8 + ETHERNET_LEN;
 /// The I flag: the VNI is valid.
@@ -42,10 +43,14 @@ pub enum Seen {
     Other,
     /// Sent to the tunnel's port, but nothing to take out.
     Odd(Outcome),
-    /// A packet of our tunnel.
+    /// A packet of our tunnel, or its first fragment.
     Tunnel {
         /// The outer source address.
         source: OuterAddress,
+        /// Where the inner Ethernet header begins, from the start of the packet.
+        inner: u32,
+        /// Whether the rest comes in fragments of their own.
+        fragment: bool,
     },
 }
 
@@ -75,19 +80,19 @@ pub fn recognise<P: Packet + ?Sized>(packet: &P, config: &Config) -> Seen {
     if config.port == 0 || u16::from_be_bytes([port_high, port_low]) != config.port {
         return Seen::Other;
     }
-    if ip.fragment {
-        return Seen::Odd(Outcome::Fragment);
-    }
     let len = u32::from(u16::from_be_bytes([len_high, len_low]));
-    // A merged packet's UDP length is that of all of it, or 0 beyond 64 KiB.
-    if len != 0 && (len < MIN_UDP_LEN || (ip.payload != 0 && len > ip.payload)) {
+    // A merged packet's UDP length is that of all of it, or 0 beyond 64 KiB. A fragment's is that
+    // of all fragments.
+    let beyond = !ip.fragment && ip.payload != 0 && len > ip.payload;
+    if len != 0 && (len < MIN_UDP_LEN || beyond) {
         return Seen::Odd(Outcome::Malformed);
     }
     let Some([flags, _, _, _, a, b, c, _]) = packet.bytes(ip.udp + UDP_LEN) else {
         return Seen::Odd(Outcome::Malformed);
     };
     // The last byte that the lengths promise, or the last of the smallest packet.
-    let last = ip.udp + if len == 0 { MIN_UDP_LEN } else { len } - 1;
+    let whole = len != 0 && !ip.fragment;
+    let last = ip.udp + if whole { len } else { MIN_UDP_LEN } - 1;
     if packet.bytes::<1>(last).is_none() {
         return Seen::Odd(Outcome::Malformed);
     }
@@ -97,7 +102,8 @@ pub fn recognise<P: Packet + ?Sized>(packet: &P, config: &Config) -> Seen {
     if u32::from_be_bytes([0, a, b, c]) != config.vni {
         return Seen::Odd(Outcome::WrongVni);
     }
-    Seen::Tunnel { source: ip.source }
+    let inner = ip.udp + UDP_LEN + VXLAN_LEN;
+    Seen::Tunnel { source: ip.source, inner, fragment: ip.fragment }
 }
 
 /// Reads an IPv4 header. `None` if it is none, or carries something other than the start of a

@@ -3,17 +3,42 @@
 #![no_std]
 #![no_main]
 #![expect(clippy::inline_always, reason = "a call costs a stack frame of 512 bytes in all")]
+#![expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "helpers take lengths of 32 bits and return small numbers in 64: ours are of headers"
+)]
 
+mod count;
+mod decap;
+mod encap;
 mod maps;
+mod self_test;
+mod skb;
+mod tunnel_egress;
 mod underlay_ingress;
 
 use aya_ebpf::{macros::classifier, programs::TcContext};
 
-/// Underlay device, TC ingress: counts the packets of the tunnel. Never ends the chain.
+/// Tunnel device, TC egress: sends packets into the tunnel.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn tunnel_egress(ctx: TcContext) -> i32 {
+    tunnel_egress::run(&ctx)
+}
+
+/// Underlay device, TC ingress: filters what comes by the tunnel and takes it out.
 #[classifier]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
+}
+
+/// On no device: whether this kernel can do it all.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn self_test(ctx: TcContext) -> i32 {
+    self_test::run(&ctx)
 }
 
 /// Some helpers are open to GPL-compatible programs only.

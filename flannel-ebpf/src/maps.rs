@@ -1,16 +1,20 @@
-//! The maps. All but the last are pinned; their layout is `flannel_common::map`.
+//! The maps. All but the last four are pinned; their layout is `flannel_common::map`.
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
-    btf_maps::{Array, HashMap, PerCpuArray},
+    btf_maps::{Array, HashMap, LpmTrie, PerCpuArray},
     macros::btf_map,
 };
 use flannel_common::{
-    map::{Config, Counters, MAX_PEERS, OuterAddress, Peer},
+    map::{Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, Vtep, VtepKey},
     outcome::Outcome,
+    wire::Words,
 };
 
+use crate::decap::BURSTS;
+
 const PEERS_ROOM: usize = MAX_PEERS as usize;
+const VTEPS_ROOM: usize = MAX_VTEPS as usize;
 
 /// What to recognise.
 #[btf_map]
@@ -20,6 +24,19 @@ pub static CONFIG: Array<Config, 1> = Array::new();
 #[btf_map]
 pub static PEERS: HashMap<OuterAddress, Peer, PEERS_ROOM, { BPF_F_NO_PREALLOC as usize }> =
     HashMap::new();
+
+/// Inner destination MAC → where the outer packet goes: the kernel device's forwarding entries.
+#[btf_map]
+pub static VTEPS: HashMap<VtepKey, Vtep, VTEPS_ROOM, { BPF_F_NO_PREALLOC as usize }> =
+    HashMap::new();
+
+/// Inner IPv4 subnet → peer.
+#[btf_map]
+pub static SUBNETS4: LpmTrie<[u8; 4], Lease, PEERS_ROOM> = LpmTrie::new();
+
+/// Inner IPv6 subnet → peer.
+#[btf_map]
+pub static SUBNETS6: LpmTrie<[u8; 16], Lease, PEERS_ROOM> = LpmTrie::new();
 
 /// What came from each peer, by the peer's index.
 #[btf_map]
@@ -32,3 +49,27 @@ pub static OUTCOMES: PerCpuArray<Counters, { Outcome::COUNT }> = PerCpuArray::ne
 /// When the last line was logged, in nanoseconds since boot.
 #[btf_map]
 pub static LAST_LOGGED: Array<u64, 1> = Array::new();
+
+/// When a flow last sent a burst, in jiffies; see [`crate::decap::behind_burst`].
+#[btf_map]
+pub static BURST_JIFFIES: Array<u64, BURSTS> = Array::new();
+
+/// The next IP id of outer packets.
+#[btf_map]
+pub static IP_IDS: PerCpuArray<u32, 1> = PerCpuArray::new();
+
+/// Where headers over IPv6 are read and made: with all the rest they do not fit on the stack.
+#[btf_map]
+pub static SCRATCH: PerCpuArray<[u64; 18], 1> = PerCpuArray::new();
+
+/// This CPU's scratch room, all zero. What was in it before is lost.
+#[inline(always)]
+pub fn scratch<'a, const N: usize>() -> Option<&'a mut Words<N>> {
+    const { assert!(size_of::<Words<N>>() <= size_of::<[u64; 18]>()) };
+    let room = SCRATCH.get_ptr_mut(0)?.cast::<Words<N>>();
+    // SAFETY: this CPU's own slot, as big and as aligned, of a type that any bits fit. A program
+    // has only one such room at a time.
+    let words = unsafe { &mut *room };
+    *words = Words::ZERO;
+    Some(words)
+}

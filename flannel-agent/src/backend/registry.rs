@@ -101,6 +101,8 @@ fn vxlan(parts: Parts<'_>) -> Made {
             demanded: options.datapath.mode == DatapathMode::Ebpf,
             pin_dir: options.datapath.bpf_pin_dir.clone(),
             log: options.log.verbosity >= 4,
+            mode: options.datapath.fast_path,
+            filter: options.datapath.peer_filter,
         },
     };
     Ok(Box::new(VxlanBackend::new(config, metrics)?))

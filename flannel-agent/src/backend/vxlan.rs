@@ -24,13 +24,12 @@ use tracing::{debug, info};
 pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
     device::{Device, Family, Step, Target},
-    fast_path::{FastPath, Senders},
+    fast_path::FastPath,
     identity::StateFile,
     peers::{Compiler, Tunnel},
 };
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
-    datapath::ebpf::FastPathWanted,
     device_claim::DeviceClaim,
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes, Subnets},
@@ -80,9 +79,6 @@ pub struct VxlanBackend {
     external: ExternalInterface,
     fast_path: FastPath,
     fast_path_config: FastPathConfig,
-    senders: Senders,
-    /// Whether the programs know all senders but for those that change next.
-    senders_fed: bool,
     devices: Vec<Device>,
     /// So that nobody takes the devices away while we run. An agent that is just stopping may
     /// still have them.
@@ -143,8 +139,6 @@ impl VxlanBackend {
             external,
             fast_path: FastPath::Pending,
             fast_path_config: fast_path,
-            senders: Senders::default(),
-            senders_fed: false,
             _claims: devices.iter().filter_map(|d| DeviceClaim::take(&d.name).ok()).collect(),
             devices,
             targets: HashMap::new(),
@@ -390,7 +384,7 @@ impl VxlanBackend {
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
         let heard = self.make(&plan.changes, report)?;
-        self.apply_fast_path(peers, changed, report);
+        self.apply_fast_path(peers, report);
         if wrong.is_empty() { Ok(heard) } else { Err(wrong.join("; ")) }
     }
 
@@ -438,12 +432,7 @@ impl VxlanBackend {
     }
 
     /// The programs come after the kernel's path, which works without them.
-    fn apply_fast_path(
-        &mut self,
-        peers: &PeerTable,
-        changed: Option<&BTreeSet<Subnets>>,
-        report: &mut ApplyReport,
-    ) {
+    fn apply_fast_path(&mut self, peers: &PeerTable, report: &mut ApplyReport) {
         if !peers.synced() {
             return;
         }
@@ -451,20 +440,17 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
-        let done = if let Some(changed) = changed.filter(|_| self.senders_fed) {
-            self.fast_path.apply_peers(&self.senders.update(peers, changed))
-        } else {
-            let underlay = self.mirror.tables().link(&self.external.name).map(|link| link.index);
-            let wanted = FastPathWanted {
-                underlay: underlay.into_iter().collect(),
-                vni: self.options.vni,
-                port: self.options.port,
-                peers: self.senders.list(peers),
-            };
-            self.fast_path.apply(&wanted)
-        };
-        self.senders_fed = done.is_ok() && !self.fast_path.is_full();
-        match done {
+        let tables = self.mirror.tables();
+        let wanted = fast_path::wanted(&fast_path::Sources {
+            options: &self.options,
+            config: &self.fast_path_config,
+            tables,
+            underlay: tables.link(&self.external.name),
+            tunnels: &self.tunnels(),
+            wanted: Some(self.compiler.wanted()),
+            peers,
+        });
+        match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }

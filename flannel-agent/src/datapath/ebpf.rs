@@ -5,21 +5,26 @@
 
 mod attach;
 mod counters;
+mod hook;
 mod index;
 mod link;
 mod object;
 mod pin;
+mod self_test;
+mod table;
 mod tc_filter;
 mod tcx_query;
 mod teardown;
+mod wanted;
 
 use std::{collections::BTreeMap, io, net::IpAddr, path::PathBuf};
 
 use aya::{
     Ebpf,
-    maps::{Array, MapData, MapError},
+    maps::{Array, HashMap, LpmTrie, MapData, MapError},
 };
-use flannel_common::map::{Config, Counters, MAX_PEERS, OuterAddress, Peer};
+use flannel_common::map::{Config, Counters, Lease, MAX_PEERS, OuterAddress, Peer, Vtep, VtepKey};
+use ipnet::IpNet;
 use serde_json::{Value, json};
 use tokio::{
     io::{Interest, unix::AsyncFd},
@@ -29,13 +34,20 @@ use tokio::{
 use self::{
     attach::Attachments,
     counters::{CounterArray, Peers},
+    hook::HOOKS,
     index::IndexPool,
     object::chain,
     pin::PinDirectory,
+    table::Table,
+    wanted::outer_address,
 };
 use crate::lease::Subnets;
 
-pub use self::{counters::read_pinned_peers, teardown::Pins};
+pub use self::{
+    counters::read_pinned_peers,
+    teardown::Pins,
+    wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
+};
 
 /// How to attach the programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,28 +71,6 @@ pub struct EbpfOptions {
     /// Whether the programs log, at most once a second, packets from unknown senders. Without,
     /// the code for it is not even loaded. Needs a running tokio runtime.
     pub log: bool,
-}
-
-/// What the programs shall do.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FastPathWanted {
-    /// The underlay's devices, by interface index.
-    pub underlay: Vec<u32>,
-    /// The tunnel's VNI, 24 bits.
-    pub vni: u32,
-    /// The tunnel's UDP port.
-    pub port: u16,
-    /// The peers, one entry per outer address.
-    pub peers: Vec<PeerEntry>,
-}
-
-/// A peer as the programs know it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerEntry {
-    /// The address that the peer sends from.
-    pub outer: IpAddr,
-    /// What is behind it.
-    pub subnets: Subnets,
 }
 
 /// What came from a peer since its address became known, over restarts of the agent.
@@ -122,14 +112,19 @@ pub enum EbpfError {
         /// What the kernel said.
         reason: io::Error,
     },
-    /// The verifier refuses the program.
-    #[error("the kernel refuses the eBPF program ({reason}): {tail}")]
+    /// The verifier refuses a program.
+    #[error("the kernel refuses the eBPF program {program} ({reason}): {tail}")]
     Verifier {
+        /// Its name.
+        program: &'static str,
         /// What the kernel said.
         reason: io::Error,
         /// The end of the verifier's log.
         tail: String,
     },
+    /// This kernel lacks something that the programs need.
+    #[error("this kernel does not encapsulate by eBPF: {0}")]
+    SelfTest(String),
     /// The object cannot be loaded for another reason.
     #[error("cannot load the eBPF programs: {0}")]
     Load(String),
@@ -171,12 +166,17 @@ pub struct EbpfDatapath {
     peers: Peers,
     peer_counters: CounterArray,
     outcomes: CounterArray,
+    vteps: Table<HashMap<MapData, VtepKey, Vtep>>,
+    subnets_v4: Table<LpmTrie<MapData, [u8; 4], Lease>>,
+    subnets_v6: Table<LpmTrie<MapData, [u8; 16], Lease>>,
     /// What is in the map `PEERS`.
     known: BTreeMap<OuterAddress, Peer>,
     indexes: IndexPool,
     /// Peers for which there was no room.
     left_out: usize,
-    attachments: Attachments,
+    /// Of each hook, in the order of [`HOOKS`].
+    attachments: [Attachments; HOOKS.len()],
+    forwards: bool,
     /// Whether what an agent of another version pinned has been removed.
     old_discarded: bool,
     log: Option<AbortHandle>,
@@ -190,17 +190,23 @@ impl EbpfDatapath {
         let pins = PinDirectory::open(&options.pin_dir, &options.device)?;
         pins.discard_misfits()?;
         let mut ebpf = object::load(&pins.maps(), options.log)?;
+        self_test::run(&mut ebpf)?;
         let handles = pin::MAPS
             .iter()
             .filter_map(|shape| Some((shape.name, shape.open(&pins.maps())?)))
             .collect();
         let log = if options.log { Some(forward_log(&mut ebpf)?) } else { None };
+        let map = |error: MapError| EbpfError::map(&error);
         let mut this = Self {
             config: take(&mut ebpf, pin::CONFIG.name)?,
             peers: take(&mut ebpf, pin::PEERS.name)?,
             peer_counters: take(&mut ebpf, pin::PEER_COUNTERS.name)?,
             outcomes: take(&mut ebpf, pin::OUTCOMES.name)?,
-            attachments: Attachments::new(options.attach),
+            vteps: Table::adopt(take(&mut ebpf, pin::VTEPS.name)?).map_err(map)?,
+            subnets_v4: Table::adopt(take(&mut ebpf, pin::SUBNETS4.name)?).map_err(map)?,
+            subnets_v6: Table::adopt(take(&mut ebpf, pin::SUBNETS6.name)?).map_err(map)?,
+            attachments: HOOKS.map(|hook| Attachments::new(hook, options.attach)),
+            forwards: false,
             old_discarded: false,
             known: BTreeMap::new(),
             indexes: IndexPool::new(MAX_PEERS),
@@ -221,13 +227,23 @@ impl EbpfDatapath {
     pub fn apply(&mut self, wanted: &FastPathWanted) -> Result<usize, EbpfError> {
         self.keep_pins();
         let maps = self.apply_maps(wanted).map_err(|error| EbpfError::map(&error));
-        let program = object::program(&mut self.ebpf)?;
-        let attached = self.attachments.apply(program, &self.pins, &wanted.underlay);
-        let changes = maps? + attached?;
-        if !std::mem::replace(&mut self.old_discarded, true) {
-            self.pins.discard_old(&[object::UNDERLAY_INGRESS]);
+        let devices = [wanted.underlay.clone(), wanted.tunnels()];
+        let mut changes = maps;
+        for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
+        {
+            let program = object::program(&mut self.ebpf, hook.program)?;
+            let attached = attachments.apply(program, &self.pins, devices);
+            changes = changes.and_then(|changes| Ok(changes + attached?));
         }
-        Ok(changes)
+        if changes.is_ok() && !std::mem::replace(&mut self.old_discarded, true) {
+            self.pins.discard_old(&HOOKS.map(|hook| hook.program));
+        }
+        changes
+    }
+
+    /// Whether the programs encapsulate and decapsulate.
+    pub fn forwards(&self) -> bool {
+        self.forwards
     }
 
     /// What came from each peer, in the order of their addresses.
@@ -240,24 +256,31 @@ impl EbpfDatapath {
     }
 
     /// The programs' part of the status: `hook`, `why_not_tcx`, `attached`, `peers`,
-    /// `peers_left_out`, `outcomes`, `pins`, `problem`.
+    /// `peers_left_out`, `vteps`, `outcomes`, `pins`, `problem`.
     pub fn status(&self) -> Value {
-        let attached: Vec<_> = self
-            .attachments
-            .held()
-            .map(|(ifindex, device, rung)| {
-                json!({"device": device, "ifindex": ifindex, "hook": rung.word()})
+        let all = || HOOKS.iter().zip(&self.attachments);
+        let attached: Vec<_> = all()
+            .flat_map(|(hook, attachments)| attachments.held().map(move |held| (hook, held)))
+            .map(|(hook, (ifindex, device, rung))| {
+                json!({
+                    "program": hook.program,
+                    "device": device,
+                    "ifindex": ifindex,
+                    "hook": rung.word(),
+                })
             })
             .collect();
-        let hook = self.attachments.held().next().map(|(.., rung)| rung.word());
+        let hook = all().find_map(|(_, held)| held.held().next()).map(|(.., rung)| rung.word());
+        let why_not_tcx = self.attachments.iter().find_map(Attachments::why_not_tcx);
         let outcomes = counters::outcomes(&self.outcomes);
         let problem = self.pins_lost.clone();
         json!({
             "hook": hook,
-            "why_not_tcx": self.attachments.why_not_tcx(),
+            "why_not_tcx": why_not_tcx,
             "attached": attached,
             "peers": self.known.len(),
             "peers_left_out": self.left_out,
+            "vteps": self.vteps.len(),
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
             "pins": self.pins.path(),
             "problem": problem,
@@ -277,13 +300,51 @@ impl EbpfDatapath {
         Ok(())
     }
 
+    /// Who is there first, then what to do about it.
     fn apply_maps(&mut self, wanted: &FastPathWanted) -> Result<usize, MapError> {
-        let mut changes = 0;
-        let config = Config { vni: wanted.vni, port: wanted.port, reserved: 0 };
-        if self.config.get(&0, 0)? != config {
-            self.config.set(0, config, 0)?;
+        let mut changes = self.apply_peers(wanted)?;
+        changes += self.apply_leases(wanted)?;
+        let vteps = wanted.vteps.iter().map(|(name, remote)| {
+            let tunnel = if name.v6 { VtepKey::V6 } else { VtepKey::V4 };
+            let vtep = Vtep { remote: outer_address(*remote), kernel_jiffies: 0 };
+            (VtepKey { mac: name.mac.0, tunnel }, vtep)
+        });
+        changes += self.vteps.apply(&vteps.collect())?;
+        self.forwards = wanted.forward;
+        let old = self.config.get(&0, 0)?;
+        if old != wanted.config(old.epoch) {
+            // What was learnt under other conditions is worthless.
+            self.config.set(0, wanted.config(old.epoch.wrapping_add(1)), 0)?;
             changes += 1;
         }
+        Ok(changes)
+    }
+
+    fn apply_leases(&mut self, wanted: &FastPathWanted) -> Result<usize, MapError> {
+        let (mut v4, mut v6) = (BTreeMap::new(), BTreeMap::new());
+        for entry in &wanted.leases {
+            let outer = outer_address(entry.outer);
+            let Some(peer) = self.known.get(&outer) else { continue };
+            let lease = Lease {
+                outer,
+                index: peer.index,
+                vtep_mac: entry.vtep_mac.map_or([0; 6], |mac| mac.0),
+                tunnelled: u16::from(entry.vtep_mac.is_some()),
+            };
+            match entry.subnet {
+                IpNet::V4(net) => {
+                    v4.insert((net.network().octets(), u32::from(net.prefix_len())), lease);
+                }
+                IpNet::V6(net) => {
+                    v6.insert((net.network().octets(), u32::from(net.prefix_len())), lease);
+                }
+            }
+        }
+        Ok(self.subnets_v4.apply(&v4)? + self.subnets_v6.apply(&v6)?)
+    }
+
+    fn apply_peers(&mut self, wanted: &FastPathWanted) -> Result<usize, MapError> {
+        let mut changes = 0;
         let peers = by_outer_address(&wanted.peers);
         let gone: Vec<_> =
             self.known.keys().filter(|outer| !peers.contains_key(*outer)).copied().collect();
@@ -291,75 +352,30 @@ impl EbpfDatapath {
             self.forget(&outer)?;
             changes += 1;
         }
-        let left_before = std::mem::take(&mut self.left_out);
+        let mut left_out = 0;
         for (outer, subnets) in peers {
-            changes += usize::from(self.set_peer(outer, &subnets)?);
+            let known = self.known.get(&outer).copied();
+            let Some(index) = known.map(|peer| peer.index).or_else(|| self.indexes.take()) else {
+                left_out += 1;
+                continue;
+            };
+            let peer = counters::peer(index, &subnets);
+            if known == Some(peer) {
+                continue;
+            }
+            if let Err(error) = self.learn(outer, peer, known.is_none()) {
+                if known.is_none() {
+                    self.indexes.give_back(index);
+                }
+                return Err(error);
+            }
+            changes += 1;
         }
-        self.warn_left_out(left_before);
+        if left_out > 0 && self.left_out == 0 {
+            tracing::warn!("{left_out} peers are beyond the {MAX_PEERS} that eBPF can count");
+        }
+        self.left_out = left_out;
         Ok(changes)
-    }
-
-    /// Peers for which there was no room.
-    pub fn left_out(&self) -> usize {
-        self.left_out
-    }
-
-    /// Makes the map of peers equal to what is wanted for these outer addresses; `None` removes
-    /// one. All else stays as it is. Returns the number of changes.
-    pub fn apply_peers(
-        &mut self,
-        changed: &[(IpAddr, Option<Subnets>)],
-    ) -> Result<usize, EbpfError> {
-        self.change_peers(changed).map_err(|error| EbpfError::map(&error))
-    }
-
-    fn change_peers(&mut self, changed: &[(IpAddr, Option<Subnets>)]) -> Result<usize, MapError> {
-        let mut changes = 0;
-        // Whoever goes makes room.
-        for (outer, _) in changed.iter().filter(|(_, subnets)| subnets.is_none()) {
-            let outer = counters::outer_address(*outer);
-            if self.known.contains_key(&outer) {
-                self.forget(&outer)?;
-                changes += 1;
-            }
-        }
-        let left_before = self.left_out;
-        for (outer, subnets) in changed {
-            if let Some(subnets) = subnets {
-                changes += usize::from(self.set_peer(counters::outer_address(*outer), subnets)?);
-            }
-        }
-        self.warn_left_out(left_before);
-        Ok(changes)
-    }
-
-    /// Writes one peer, if it is not known like this. Returns whether it was written.
-    fn set_peer(&mut self, outer: OuterAddress, subnets: &Subnets) -> Result<bool, MapError> {
-        let known = self.known.get(&outer).copied();
-        let Some(index) = known.map(|peer| peer.index).or_else(|| self.indexes.take()) else {
-            self.left_out += 1;
-            return Ok(false);
-        };
-        let peer = counters::peer(index, subnets);
-        if known == Some(peer) {
-            return Ok(false);
-        }
-        if let Err(error) = self.learn(outer, peer, known.is_none()) {
-            if known.is_none() {
-                self.indexes.give_back(index);
-            }
-            return Err(error);
-        }
-        Ok(true)
-    }
-
-    fn warn_left_out(&self, before: usize) {
-        if self.left_out > 0 && before == 0 {
-            tracing::warn!(
-                "{} peers are beyond the {MAX_PEERS} that eBPF can count",
-                self.left_out
-            );
-        }
     }
 
     fn learn(&mut self, outer: OuterAddress, peer: Peer, new: bool) -> Result<(), MapError> {
@@ -434,7 +450,7 @@ impl Drop for EbpfDatapath {
 fn by_outer_address(peers: &[PeerEntry]) -> BTreeMap<OuterAddress, Subnets> {
     let mut map = BTreeMap::new();
     for PeerEntry { outer, subnets } in peers {
-        let merged: &mut Subnets = map.entry(counters::outer_address(*outer)).or_default();
+        let merged: &mut Subnets = map.entry(outer_address(*outer)).or_default();
         merged.v4 = merged.v4.or(subnets.v4);
         merged.v6 = merged.v6.or(subnets.v6);
     }

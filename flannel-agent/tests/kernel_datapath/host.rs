@@ -14,6 +14,7 @@ use flannel_agent::{
         ApplyReport, Backend,
         vxlan::{FastPathConfig, VxlanBackend, VxlanConfig, VxlanOptions},
     },
+    cli::flags::{FastPath as FastPathMode, PeerFilter},
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes, RawJson, Subnets},
     peer_table::{Changed, LeaseChange, PeerTable, PeerUpdate},
@@ -291,6 +292,8 @@ fn config(options: &str, dual_stack: bool, state_dir: PathBuf) -> VxlanConfig {
             demanded: false,
             pin_dir: state_dir.join("bpf"),
             log: false,
+            mode: FastPathMode::Auto,
+            filter: PeerFilter::Default,
         },
         state_dir,
     }

@@ -7,8 +7,27 @@ use std::{vec, vec::Vec};
 use proptest::prelude::*;
 
 use super::*;
+use crate::map::Tunnel;
 
-const CONFIG: Config = Config { vni: 0x00ab_cdef, port: 8472, reserved: 0 };
+const NO_TUNNEL: Tunnel = Tunnel {
+    ifindex: 0,
+    mac: [0; 6],
+    hop_limit: 64,
+    prefix_len: 0,
+    local: OuterAddress::from_v6([0; 16]),
+    subnet: [0; 16],
+};
+const CONFIG: Config = Config {
+    vni: 0x00ab_cdef,
+    switches: 0,
+    port: 8472,
+    source_port_min: 0,
+    source_port_max: 0,
+    reserved: 0,
+    epoch: 0,
+    v4: NO_TUNNEL,
+    v6: NO_TUNNEL,
+};
 const SOURCE_V4: [u8; 4] = [192, 0, 2, 7];
 const SOURCE_V6: [u8; 16] = [0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
 const INNER_LEN: usize = 60;
@@ -57,12 +76,20 @@ fn ours() -> Vec<u8> {
     udp(8472, 0x08, CONFIG.vni)
 }
 
+/// What is seen, but for where the inner frame begins.
 fn seen(packet: &[u8]) -> Seen {
-    recognise(packet, &CONFIG)
+    match recognise(packet, &CONFIG) {
+        Seen::Tunnel { source, fragment, .. } => Seen::Tunnel { source, inner: 0, fragment },
+        other => other,
+    }
 }
 
-const FROM_V4: Seen = Seen::Tunnel { source: OuterAddress::from_v4(SOURCE_V4) };
-const FROM_V6: Seen = Seen::Tunnel { source: OuterAddress::from_v6(SOURCE_V6) };
+const fn from(source: OuterAddress, fragment: bool) -> Seen {
+    Seen::Tunnel { source, inner: 0, fragment }
+}
+
+const FROM_V4: Seen = from(OuterAddress::from_v4(SOURCE_V4), false);
+const FROM_V6: Seen = from(OuterAddress::from_v6(SOURCE_V6), false);
 
 #[test]
 fn both_families_are_recognised() {
@@ -73,6 +100,10 @@ fn both_families_are_recognised() {
 #[test]
 fn options_are_skipped() {
     for words in 1..=10 {
+        let packet = over_v4(&vec![1; words * 4], 0, &ours());
+        let inner = u32::try_from(50 + words * 4).expect("small");
+        let found = recognise(&packet[..], &CONFIG);
+        assert!(matches!(found, Seen::Tunnel { inner: at, .. } if at == inner), "{words} words");
         assert_eq!(seen(&over_v4(&vec![1; words * 4], 0, &ours())), FROM_V4, "{words} words");
     }
 }
@@ -114,16 +145,22 @@ fn another_network_and_no_network_are_told_apart() {
 
 #[test]
 fn only_first_fragments_can_be_told() {
-    let fragment = Seen::Odd(Outcome::Fragment);
-    assert_eq!(seen(&over_v4(&[], 0x2000, &ours())), fragment);
+    let first = from(OuterAddress::from_v4(SOURCE_V4), true);
+    assert_eq!(seen(&over_v4(&[], 0x2000, &ours())), first);
+    let mut cut = over_v4(&[], 0x2000, &ours());
+    cut.truncate(14 + 20 + 8 + 8 + 14);
+    assert_eq!(seen(&cut), first, "the rest comes later");
+    cut.pop();
+    assert_eq!(seen(&cut), Seen::Odd(Outcome::Malformed), "nobody makes fragments so small");
     assert_eq!(seen(&over_v4(&[], 0x2001, &ours())), Seen::Other);
     assert_eq!(seen(&over_v4(&[], 0x0001, &ours())), Seen::Other);
+    let first = from(OuterAddress::from_v6(SOURCE_V6), true);
     let header = |offset_flags: u16| {
         let [high, low] = offset_flags.to_be_bytes();
         [PROTOCOL_UDP, 0, high, low, 0, 0, 0, 1]
     };
-    assert_eq!(seen(&over_v6(PROTOCOL_FRAGMENT, &header(1), &ours())), fragment);
-    assert_eq!(seen(&over_v6(PROTOCOL_FRAGMENT, &header(0), &ours())), fragment);
+    assert_eq!(seen(&over_v6(PROTOCOL_FRAGMENT, &header(1), &ours())), first);
+    assert_eq!(seen(&over_v6(PROTOCOL_FRAGMENT, &header(0), &ours())), first);
     assert_eq!(seen(&over_v6(PROTOCOL_FRAGMENT, &header(8), &ours())), Seen::Other);
 }
 
@@ -170,7 +207,7 @@ fn every_truncation_is_noticed() {
 proptest! {
     #[test]
     fn any_bytes_are_survived(packet: Vec<u8>, vni: u32, port: u16) {
-        recognise(&packet[..], &Config { vni, port, reserved: 0 });
+        recognise(&packet[..], &Config { vni, port, ..CONFIG });
     }
 
     #[test]
@@ -187,7 +224,7 @@ proptest! {
             *place = byte;
         }
         let sender = packet.get(source).expect("long enough");
-        if let Seen::Tunnel { source } = seen(&packet) {
+        if let Seen::Tunnel { source, .. } = seen(&packet) {
             let wanted = if v6 { &source.octets[..] } else { &source.octets[12..] };
             prop_assert_eq!(sender, wanted);
         }
@@ -197,8 +234,8 @@ proptest! {
     fn any_network_and_port_are_matched_exactly(
         vni in 0_u32..1 << 24, port in 1_u16.., ours in 0_u32..1 << 24,
     ) {
-        let config = Config { vni: ours, port, reserved: 0 };
+        let config = Config { vni: ours, port, ..CONFIG };
         let seen = recognise(&over_v4(&[], 0, &udp(port, 8, vni))[..], &config);
-        prop_assert_eq!(seen == FROM_V4, vni == ours);
+        prop_assert_eq!(matches!(seen, Seen::Tunnel { inner: 50, .. }), vni == ours);
     }
 }

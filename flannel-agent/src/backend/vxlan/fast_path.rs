@@ -1,19 +1,22 @@
 //! The eBPF programs beside the kernel's device: which rung of the ladder is in use, and why not
 //! the one above.
 
-use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    net::IpAddr,
-    path::PathBuf,
-};
+use std::{collections::BTreeMap, fs, net::IpAddr, path::PathBuf};
 
 use serde_json::{Value, json};
 use tracing::{error, info, warn};
 
+use super::{VxlanOptions, device::Family, peers::Tunnel};
 use crate::{
-    datapath::ebpf::{AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, PeerEntry},
-    lease::{LeaseAttributes, Subnets},
+    cli::flags::{FastPath as FastPathMode, PeerFilter},
+    datapath::ebpf::{
+        AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, LeaseEntry, PeerEntry,
+        TunnelEnd, VtepName,
+    },
+    lease::Subnets,
+    netlink::{link::Link, mirror::Tables},
     peer_table::PeerTable,
+    reconciler::Wanted,
     telemetry::metrics::Metrics,
 };
 
@@ -28,6 +31,10 @@ pub struct FastPathConfig {
     pub pin_dir: PathBuf,
     /// Whether the programs log unknown senders.
     pub log: bool,
+    /// How much of the host's stack is skipped.
+    pub mode: FastPathMode,
+    /// Who may send us tunnel packets.
+    pub filter: PeerFilter,
 }
 
 /// The programs, or why there are none.
@@ -57,7 +64,7 @@ impl FastPath {
         match EbpfDatapath::load(options) {
             Ok(datapath) => {
                 metrics.datapath_ebpf.set(1);
-                info!("eBPF programs loaded: they count what comes from each peer");
+                info!("eBPF programs loaded");
                 Self::On(Box::new(datapath))
             }
             Err(reason) => {
@@ -85,143 +92,135 @@ impl FastPath {
         }
     }
 
-    /// Makes the maps equal to what is wanted for these outer addresses; `None` removes one. All
-    /// else has to be as [`apply`](Self::apply) left it.
-    ///
-    /// # Errors
-    /// As `apply`.
-    pub fn apply_peers(&mut self, changed: &[(IpAddr, Option<Subnets>)]) -> Result<usize, String> {
-        match self {
-            Self::On(datapath) => datapath.apply_peers(changed).map_err(|err| err.to_string()),
-            Self::Pending | Self::Off(_) => Ok(0),
-        }
-    }
-
-    /// Whether there were more peers than the programs can know: one that goes makes room for
-    /// another.
-    pub fn is_full(&self) -> bool {
-        matches!(self, Self::On(datapath) if datapath.left_out() > 0)
-    }
-
     /// For `status`: the mode in use and why not a better one.
     pub fn status(&self) -> Value {
         match self {
-            Self::On(datapath) => {
-                json!({"mode": "ebpf", "reason": "", "programs": datapath.status()})
-            }
+            Self::On(datapath) => json!({
+                "mode": "ebpf",
+                "reason": "",
+                "fast_path": if datapath.forwards() { "stack" } else { "off" },
+                "programs": datapath.status(),
+            }),
             Self::Pending => json!({"mode": "kernel", "reason": "still starting"}),
             Self::Off(reason) => json!({"mode": "kernel", "reason": reason}),
         }
     }
 }
 
-/// The peers as the programs know them: by the address they send from. Of leases that share one
-/// (nodes behind a NAT, a node with two subnets) the first counts.
-#[derive(Debug, Default)]
-pub struct Senders {
-    of: HashMap<Subnets, [Option<IpAddr>; 2]>,
-    at: BTreeMap<IpAddr, BTreeSet<Subnets>>,
+/// What the programs' wanted state is made of.
+pub struct Sources<'a> {
+    /// The options of the network configuration.
+    pub options: &'a VxlanOptions,
+    /// What the command line asks for.
+    pub config: &'a FastPathConfig,
+    /// What the kernel has.
+    pub tables: &'a Tables,
+    /// The underlay device.
+    pub underlay: Option<&'a Link>,
+    /// Our devices, as far as they are right.
+    pub tunnels: &'a [Tunnel],
+    /// What the kernel is to have.
+    pub wanted: Option<&'a Wanted>,
+    /// All peers.
+    pub peers: &'a PeerTable,
 }
 
-impl Senders {
-    /// Takes in all peers; returns the whole list.
-    pub fn list(&mut self, peers: &PeerTable) -> Vec<PeerEntry> {
-        *self = Self::default();
-        let mut touched = BTreeSet::new();
-        for (subnets, attributes) in peers.peers() {
-            self.enter(*subnets, attributes, &mut touched);
-        }
-        self.at
-            .iter()
-            .filter_map(|(outer, all)| Some(PeerEntry { outer: *outer, subnets: *all.first()? }))
-            .collect()
-    }
-
-    /// Takes in the peers that changed; returns what became of the addresses that this concerns.
-    pub fn update(
-        &mut self,
-        peers: &PeerTable,
-        changed: &BTreeSet<Subnets>,
-    ) -> Vec<(IpAddr, Option<Subnets>)> {
-        let mut touched = BTreeSet::new();
-        for subnets in changed {
-            for outer in self.of.remove(subnets).into_iter().flatten().flatten() {
-                touched.insert(outer);
-                if let Some(all) = self.at.get_mut(&outer) {
-                    all.remove(subnets);
-                    if all.is_empty() {
-                        self.at.remove(&outer);
-                    }
-                }
-            }
-            if let Some(attributes) = peers.peer(subnets) {
-                self.enter(*subnets, attributes, &mut touched);
-            }
-        }
-        let first = |outer: &IpAddr| self.at.get(outer)?.first().copied();
-        touched.into_iter().map(|outer| (outer, first(&outer))).collect()
-    }
-
-    fn enter(
-        &mut self,
-        subnets: Subnets,
-        attributes: &LeaseAttributes,
-        touched: &mut BTreeSet<IpAddr>,
-    ) {
-        let addresses =
-            [attributes.public_ip.map(Into::into), attributes.public_ipv6.map(Into::into)];
-        for outer in addresses.into_iter().flatten() {
-            self.at.entry(outer).or_default().insert(subnets);
-            touched.insert(outer);
-        }
-        self.of.insert(subnets, addresses);
+/// What the programs shall do: what the kernel does already, and nothing that it does not.
+pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
+    let Sources { options, config, tables, underlay, tunnels, .. } = sources;
+    let ours = |index: u32| tunnels.iter().any(|tunnel| tunnel.link == index);
+    // The program takes no part in what these add to the header or to the forwarding entries.
+    let plain = !options.gbp && !options.learning;
+    FastPathWanted {
+        underlay: underlay.iter().map(|link| link.index).collect(),
+        vni: options.vni,
+        port: options.port,
+        peers: entries(sources.peers),
+        v4: end(sources, Family::V4),
+        v6: end(sources, Family::V6),
+        vteps: vteps(sources),
+        leases: leases(sources),
+        source_ports: source_ports().unwrap_or_default(),
+        forward: plain && config.mode != FastPathMode::Off,
+        filter: match config.filter {
+            PeerFilter::Default => Filter::Default,
+            PeerFilter::Strict => Filter::Strict,
+            PeerFilter::Off => Filter::Off,
+        },
+        other_vnis: tables.links.values().any(|link| {
+            link.vxlan.as_ref().is_some_and(|vxlan| vxlan.port == options.port) && !ours(link.index)
+        }),
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
+fn end(sources: &Sources<'_>, family: Family) -> Option<TunnelEnd> {
+    let tunnel = sources.tunnels.iter().find(|tunnel| tunnel.family == family)?;
+    let link = sources.tables.links.get(&tunnel.link).filter(|link| link.up)?;
+    Some(TunnelEnd {
+        ifindex: link.index,
+        mac: link.mac?,
+        local: link.vxlan.as_ref()?.local?,
+        hop_limit: hop_limit(family, &sources.underlay?.name)?,
+        subnet: tunnel.own,
+    })
+}
 
-    use super::*;
-    use crate::{
-        lease::Lease,
-        peer_table::{Changed, LeaseChange, PeerUpdate},
+/// The entries that are both wanted and there.
+fn vteps(sources: &Sources<'_>) -> BTreeMap<VtepName, IpAddr> {
+    let mut vteps = BTreeMap::new();
+    for (key, remote) in sources.wanted.iter().flat_map(|wanted| &wanted.forwarding) {
+        let tunnel = sources.tunnels.iter().find(|tunnel| tunnel.link == key.0);
+        if let Some(tunnel) = tunnel
+            && sources.tables.forwarding.get(key) == Some(remote)
+        {
+            vteps.insert(VtepName { v6: tunnel.family == Family::V6, mac: key.1 }, *remote);
+        }
+    }
+    vteps
+}
+
+fn leases(sources: &Sources<'_>) -> Vec<LeaseEntry> {
+    let mut leases = Vec::new();
+    for (subnets, attributes) in sources.peers.peers() {
+        let v4 = subnets.v4.map(ipnet::IpNet::from).zip(attributes.public_ip.map(IpAddr::from));
+        let v6 = subnets.v6.map(ipnet::IpNet::from).zip(attributes.public_ipv6.map(IpAddr::from));
+        for (subnet, outer) in v4.into_iter().chain(v6) {
+            let vtep_mac = sources.tunnels.iter().find_map(|tunnel| {
+                let key = (tunnel.link, subnet.network());
+                sources.wanted?.neighbours.get(&key).copied()
+            });
+            leases.push(LeaseEntry { subnet, outer, vtep_mac });
+        }
+    }
+    leases
+}
+
+/// What the kernel's device takes for its outer source ports.
+fn source_ports() -> Option<(u16, u16)> {
+    let text = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok()?;
+    let mut numbers = text.split_whitespace().map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+/// What the kernel's device takes for the hop limit of outer packets, unless a route says otherwise.
+fn hop_limit(family: Family, underlay: &str) -> Option<u8> {
+    let path = match family {
+        Family::V4 => "/proc/sys/net/ipv4/ip_default_ttl".to_owned(),
+        Family::V6 => format!("/proc/sys/net/ipv6/conf/{underlay}/hop_limit"),
     };
+    fs::read_to_string(path).ok()?.trim().parse().ok()
+}
 
-    fn lease(n: u8, ip: u8) -> Lease {
-        let v4 = format!("10.77.{n}.0/24").parse().ok();
-        let public_ip = (ip > 0).then_some([192, 0, 2, ip].into());
-        let attributes = LeaseAttributes { public_ip, ..Default::default() };
-        Lease { subnets: Subnets { v4, v6: None }, attributes }
-    }
-
-    proptest! {
-        /// Change by change the programs are told what they would be told all at once.
-        #[test]
-        fn updates_add_up_to_the_list(changes in prop::collection::vec((0_u8..6, 0_u8..4), 0..40)) {
-            let mut table = PeerTable::new();
-            table.apply(PeerUpdate::Snapshot(Vec::new()));
-            let mut senders = Senders::default();
-            let mut told: BTreeMap<IpAddr, Subnets> = BTreeMap::new();
-            for (n, ip) in changes {
-                let lease = lease(n, ip);
-                let change = if ip == 3 {
-                    LeaseChange::Removed(lease.subnets)
-                } else {
-                    LeaseChange::Put(lease)
-                };
-                let Changed::Peers(changed) = table.apply(PeerUpdate::Changes(vec![change]))
-                else { continue };
-                for (outer, subnets) in senders.update(&table, &changed) {
-                    match subnets {
-                        Some(subnets) => drop(told.insert(outer, subnets)),
-                        None => drop(told.remove(&outer)),
-                    }
-                }
-            }
-            let all = Senders::default().list(&table);
-            let all: BTreeMap<_, _> = all.into_iter().map(|e| (e.outer, e.subnets)).collect();
-            prop_assert_eq!(told, all);
+/// The peers as the programs know them: by the address they send from. Nodes that share one
+/// (behind a NAT) are one sender.
+fn entries(peers: &PeerTable) -> Vec<PeerEntry> {
+    let mut by_address: BTreeMap<IpAddr, Subnets> = BTreeMap::new();
+    for (subnets, attributes) in peers.peers() {
+        let v4 = attributes.public_ip.map(IpAddr::from);
+        let v6 = attributes.public_ipv6.map(IpAddr::from);
+        for outer in v4.into_iter().chain(v6) {
+            by_address.entry(outer).or_insert(*subnets);
         }
     }
+    by_address.into_iter().map(|(outer, subnets)| PeerEntry { outer, subnets }).collect()
 }

@@ -1,4 +1,4 @@
-//! Keeping the program attached to the underlay's devices, once each.
+//! Keeping a program attached to devices, once each.
 //!
 //! By TCX (since Linux 6.6), whose link is pinned and outlives the agent, else as a filter of
 //! the clsact qdisc, which outlives it anyhow. The next agent puts its program into the link or
@@ -7,20 +7,20 @@
 use std::{collections::BTreeMap, io, mem};
 
 use aya::programs::{
-    LinkOrder, ProgramError, SchedClassifier, TcAttachType, TcHandle,
+    LinkOrder, ProgramError, SchedClassifier, TcHandle,
     links::{FdLink, PinnedLink},
     tc::{self, NlOptions, SchedClassifierLink, TcAttachOptions},
 };
 use nix::errno::Errno;
 
 use super::{
-    AttachMode, EbpfError, link,
-    object::{UNDERLAY_INGRESS, chain},
+    AttachMode, EbpfError,
+    hook::Hook,
+    link,
+    object::chain,
     pin::{self, PinDirectory},
     tc_filter, tcx_query,
 };
-
-const INGRESS: TcAttachType = TcAttachType::Ingress;
 
 /// How a program is attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +48,7 @@ enum Hold {
 
 /// The devices to which the program is attached.
 pub(super) struct Attachments {
+    hook: Hook,
     mode: AttachMode,
     why_not_tcx: Option<String>,
     held: BTreeMap<u32, (String, Hold)>,
@@ -56,10 +57,10 @@ pub(super) struct Attachments {
 }
 
 impl Attachments {
-    pub(super) fn new(mode: AttachMode) -> Self {
+    pub(super) fn new(hook: Hook, mode: AttachMode) -> Self {
         let forced = mode == AttachMode::Clsact;
         let why_not_tcx = forced.then(|| "switched off".to_owned());
-        Self { mode, why_not_tcx, held: BTreeMap::new(), swept: false }
+        Self { hook, mode, why_not_tcx, held: BTreeMap::new(), swept: false }
     }
 
     /// Attaches to exactly these devices; returns the number of changes. Every device is tried;
@@ -80,10 +81,11 @@ impl Attachments {
             failure = failure.or(self.release(pins, ifindex).err());
         }
         if !mem::replace(&mut self.swept, true) {
-            for ifindex in pins.linked(UNDERLAY_INGRESS) {
+            for ifindex in pins.linked(self.hook.program) {
                 if !wanted.contains(&ifindex) {
                     changes += 1;
-                    failure = failure.or(link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).err());
+                    failure =
+                        failure.or(link::detach(&pins.link(self.hook.program, ifindex)).err());
                 }
             }
         }
@@ -123,16 +125,16 @@ impl Attachments {
         let name = device_name(ifindex).map_err(|error| failed(error.to_string()))?;
         // Not knowing is no reason to touch what is held.
         let attached = match self.held.get(&ifindex) {
-            Some((_, Hold::Tcx(_))) => tcx_query::is_attached(ifindex, id)
+            Some((_, Hold::Tcx(_))) => tcx_query::is_attached(self.hook.side, ifindex, id)
                 .map_err(|error| failed(format!("cannot ask what is attached: {error}")))?,
-            Some((_, Hold::Clsact)) => attached_by_clsact(ifindex, id),
+            Some((_, Hold::Clsact)) => attached_by_clsact(self.hook, ifindex, id),
             None => false,
         };
         match self.held.remove(&ifindex) {
             Some((_, Hold::Tcx(link))) if attached => {
                 // The pin may be gone with its file system; the link is not. As long as there is
                 // no place for another pin, the descriptor has to do.
-                let path = pins.link(UNDERLAY_INGRESS, ifindex);
+                let path = pins.link(self.hook.program, ifindex);
                 let changed = pins.intact() && !path.exists();
                 let link = if changed {
                     FdLink::from(link).pin(path).map_err(|error| failed(chain(&error)))?
@@ -146,7 +148,7 @@ impl Attachments {
                 self.held.insert(ifindex, (name, Hold::Clsact));
                 return Ok(false);
             }
-            Some(_) => tracing::warn!("{name} lost its eBPF program: attaching it again"),
+            Some(_) => tracing::warn!("{name} lost {}: attaching it again", self.hook.program),
             None => (),
         }
         check_link_layer(&name).map_err(&failed)?;
@@ -154,9 +156,9 @@ impl Attachments {
         let rung = if matches!(hold, Hold::Tcx(_)) { Rung::Tcx } else { Rung::Clsact };
         match &self.why_not_tcx {
             Some(why) if rung == Rung::Clsact && self.mode == AttachMode::Auto => {
-                tracing::info!("eBPF program at {name} by clsact; not by TCX: {why}");
+                tracing::info!("{} at {name} by clsact; not by TCX: {why}", self.hook.program);
             }
-            _ => tracing::info!("eBPF program at {name} by {}", rung.word()),
+            _ => tracing::info!("{} at {name} by {}", self.hook.program, rung.word()),
         }
         self.held.insert(ifindex, (name, hold));
         Ok(true)
@@ -171,10 +173,10 @@ impl Attachments {
         name: &str,
     ) -> Result<Hold, String> {
         if self.why_not_tcx.is_none() {
-            match attach_tcx(program, id, pins, ifindex, name) {
+            match attach_tcx(self.hook, program, id, pins, ifindex, name) {
                 Ok(link) => {
                     // An earlier agent may have attached the other way.
-                    remove_filter(ifindex, name)?;
+                    remove_filter(self.hook, ifindex, name)?;
                     return Ok(Hold::Tcx(link));
                 }
                 Err(error) if unsupported(&error) => {
@@ -183,19 +185,19 @@ impl Attachments {
                 Err(error) => return Err(chain(&error)),
             }
         }
-        attach_clsact(program, ifindex, name)?;
-        link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)).map_err(|error| chain(&error))?;
+        attach_clsact(self.hook, program, ifindex, name)?;
+        link::detach(&pins.link(self.hook.program, ifindex)).map_err(|error| chain(&error))?;
         Ok(Hold::Clsact)
     }
 
     fn release(&mut self, pins: &PinDirectory, ifindex: u32) -> Result<(), EbpfError> {
         match self.held.remove(&ifindex) {
-            Some((_, Hold::Tcx(_))) => link::detach(&pins.link(UNDERLAY_INGRESS, ifindex)),
+            Some((_, Hold::Tcx(_))) => link::detach(&pins.link(self.hook.program, ifindex)),
             Some((_, Hold::Clsact)) => {
                 let failed = |reason| EbpfError::Attach { ifindex, reason };
                 // A device that is gone took its filters along.
                 let Ok(name) = device_name(ifindex) else { return Ok(()) };
-                remove_filter(ifindex, &name).map(drop).map_err(failed)
+                remove_filter(self.hook, ifindex, &name).map(drop).map_err(failed)
             }
             None => Ok(()),
         }
@@ -204,13 +206,14 @@ impl Attachments {
 
 /// Puts the program into the pinned link, or makes a link and pins it.
 fn attach_tcx(
+    hook: Hook,
     program: &mut SchedClassifier,
     id: u32,
     pins: &PinDirectory,
     ifindex: u32,
     name: &str,
 ) -> Result<PinnedLink, ProgramError> {
-    let path = pins.link(UNDERLAY_INGRESS, ifindex);
+    let path = pins.link(hook.program, ifindex);
     if let Ok(pinned) = PinnedLink::from_pin(&path) {
         let link = FdLink::from(pinned).try_into().ok();
         let updated = link.and_then(|link| program.attach_to_link(link).ok());
@@ -218,7 +221,7 @@ fn attach_tcx(
         // device with this number in another network namespace.
         if let Some(link) = updated
             && let taken = program.take_link(link)
-            && tcx_query::is_attached(ifindex, id).map_err(ProgramError::IOError)?
+            && tcx_query::is_attached(hook.side, ifindex, id).map_err(ProgramError::IOError)?
         {
             drop(taken?);
             return PinnedLink::from_pin(&path).map_err(|error| other(&error));
@@ -226,16 +229,21 @@ fn attach_tcx(
         pin::remove(&path).map_err(|error| other(&error))?;
     }
     let last = TcAttachOptions::TcxOrder(LinkOrder::default());
-    let link = program.attach_with_options(name, INGRESS, last)?;
+    let link = program.attach_with_options(name, hook.side.attach_type(), last)?;
     let link = FdLink::try_from(program.take_link(link)?).map_err(|error| other(&error))?;
     link.pin(path).map_err(|error| other(&error))
 }
 
-fn attach_clsact(program: &mut SchedClassifier, ifindex: u32, name: &str) -> Result<(), String> {
+fn attach_clsact(
+    hook: Hook,
+    program: &mut SchedClassifier,
+    ifindex: u32,
+    name: &str,
+) -> Result<(), String> {
     let text = |error: ProgramError| chain(&error);
-    let link = match tc_filter::find(ifindex).map_err(|error| error.to_string())? {
-        Some(filter) if filter.name == UNDERLAY_INGRESS => {
-            program.attach_to_link(clsact_link(name)?).map_err(text)?
+    let link = match tc_filter::find(hook.side, ifindex).map_err(|error| error.to_string())? {
+        Some(filter) if filter.name == hook.program => {
+            program.attach_to_link(clsact_link(hook, name)?).map_err(text)?
         }
         Some(filter) => {
             return Err(format!(
@@ -254,7 +262,7 @@ fn attach_clsact(program: &mut SchedClassifier, ifindex: u32, name: &str) -> Res
                 classid: None,
             };
             let place = TcAttachOptions::Netlink(place);
-            program.attach_with_options(name, INGRESS, place).map_err(text)?
+            program.attach_with_options(name, hook.side.attach_type(), place).map_err(text)?
         }
     };
     // It would detach when dropped.
@@ -263,29 +271,29 @@ fn attach_clsact(program: &mut SchedClassifier, ifindex: u32, name: &str) -> Res
 }
 
 /// Our filter as aya's link, which detaches when dropped.
-fn clsact_link(name: &str) -> Result<SchedClassifierLink, String> {
+fn clsact_link(hook: Hook, name: &str) -> Result<SchedClassifierLink, String> {
     let handle = TcHandle::from(tc_filter::HANDLE);
-    SchedClassifierLink::attached(name, INGRESS, tc_filter::PRIORITY, handle, None)
+    SchedClassifierLink::attached(name, hook.side.attach_type(), tc_filter::PRIORITY, handle, None)
         .map_err(|error| error.to_string())
 }
 
-fn attached_by_clsact(ifindex: u32, id: u32) -> bool {
-    matches!(tc_filter::find(ifindex), Ok(Some(filter)) if filter.program == id)
+fn attached_by_clsact(hook: Hook, ifindex: u32, id: u32) -> bool {
+    matches!(tc_filter::find(hook.side, ifindex), Ok(Some(filter)) if filter.program == id)
 }
 
-fn filter_of_ours(ifindex: u32) -> Result<Option<tc_filter::Filter>, String> {
-    let found = tc_filter::find(ifindex).map_err(|error| error.to_string())?;
-    Ok(found.filter(|filter| filter.name == UNDERLAY_INGRESS))
+fn filter_of_ours(hook: Hook, ifindex: u32) -> Result<Option<tc_filter::Filter>, String> {
+    let found = tc_filter::find(hook.side, ifindex).map_err(|error| error.to_string())?;
+    Ok(found.filter(|filter| filter.name == hook.program))
 }
 
 /// Removes our filter from a device. Returns whether there was one.
 ///
 /// # Errors
 /// What the kernel said.
-pub(super) fn remove_filter(ifindex: u32, name: &str) -> Result<bool, String> {
-    let found = filter_of_ours(ifindex)?.is_some();
+pub(super) fn remove_filter(hook: Hook, ifindex: u32, name: &str) -> Result<bool, String> {
+    let found = filter_of_ours(hook, ifindex)?.is_some();
     if found {
-        drop(clsact_link(name)?);
+        drop(clsact_link(hook, name)?);
     }
     Ok(found)
 }

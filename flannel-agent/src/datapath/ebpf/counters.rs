@@ -1,11 +1,6 @@
 //! Reading what the program has counted, from our own maps or from the pinned ones.
 
-use std::{
-    borrow::Borrow,
-    fs,
-    net::{IpAddr, Ipv6Addr},
-    path::Path,
-};
+use std::{borrow::Borrow, fs, path::Path};
 
 use aya::maps::{HashMap, Map, MapData, MapError, PerCpuArray};
 use flannel_common::{
@@ -15,7 +10,7 @@ use flannel_common::{
 use ipnet::{Ipv4Net, Ipv6Net};
 use serde_json::{Value, json};
 
-use super::{EbpfError, PeerCounters, pin};
+use super::{EbpfError, PeerCounters, pin, wanted::address};
 use crate::lease::Subnets;
 
 /// The maps as the agent uses them.
@@ -100,18 +95,6 @@ impl PeerCounters {
     }
 }
 
-/// The map's form of an address.
-pub(super) fn outer_address(address: IpAddr) -> OuterAddress {
-    match address {
-        IpAddr::V4(v4) => OuterAddress::from_v4(v4.octets()),
-        IpAddr::V6(v6) => OuterAddress::from_v6(v6.octets()),
-    }
-}
-
-fn address(outer: &OuterAddress) -> IpAddr {
-    outer.v4().map_or_else(|| IpAddr::V6(Ipv6Addr::from(outer.octets)), IpAddr::from)
-}
-
 /// The map's form of a peer.
 pub(super) fn peer(index: u32, subnets: &Subnets) -> Peer {
     Peer {
@@ -134,9 +117,11 @@ fn subnets(peer: &Peer) -> Subnets {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, Ipv6Addr};
+
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::wanted::outer_address, *};
 
     proptest! {
         #[test]

@@ -7,13 +7,10 @@ use aya::{
     programs::{ProgramError, SchedClassifier},
 };
 
-use super::{EbpfError, pin};
+use super::{EbpfError, hook::HOOKS, pin, self_test::SELF_TEST};
 
 /// The object that the build found.
 static EMBEDDED: Option<&[u8]> = include!(concat!(env!("OUT_DIR"), "/embedded_object.rs"));
-
-/// The program at the underlay's TC ingress.
-pub(super) const UNDERLAY_INGRESS: &str = "underlay_ingress";
 
 /// Capabilities by their bit numbers (linux/capability.h): each, or `CAP_SYS_ADMIN`. Without
 /// `CAP_PERFMON` the verifier refuses the variable stack offsets that the compiler makes.
@@ -23,7 +20,7 @@ const SYS_ADMIN: u32 = 21;
 /// How much of a verifier's complaint fits into a message; the end tells the reason.
 const VERIFIER_TAIL: usize = 600;
 
-/// Loads maps and program. Maps pinned in `maps` are adopted, the others created and pinned.
+/// Loads maps and programs. Maps pinned in `maps` are adopted, the others created and pinned.
 pub(super) fn load(maps: &Path, log: bool) -> Result<Ebpf, EbpfError> {
     let object = EMBEDDED.ok_or(EbpfError::NotBuilt)?;
     let level = if log { aya_log::Level::Info as u8 } else { 0 };
@@ -34,22 +31,28 @@ pub(super) fn load(maps: &Path, log: bool) -> Result<Ebpf, EbpfError> {
         loader.map_pin_path(shape.name, maps.join(shape.name));
     }
     let mut ebpf = loader.load(object).map_err(|error| EbpfError::Load(chain(&error)))?;
-    program(&mut ebpf)?.load().map_err(|error| match error {
-        ProgramError::LoadError { io_error, verifier_log } => EbpfError::Verifier {
-            reason: io_error,
-            tail: tail(&verifier_log.to_string(), VERIFIER_TAIL),
-        },
-        other => EbpfError::Load(chain(&other)),
-    })?;
+    for name in HOOKS.map(|hook| hook.program).into_iter().chain([SELF_TEST]) {
+        program(&mut ebpf, name)?.load().map_err(|error| match error {
+            ProgramError::LoadError { io_error, verifier_log } => EbpfError::Verifier {
+                program: name,
+                reason: io_error,
+                tail: tail(&verifier_log.to_string(), VERIFIER_TAIL),
+            },
+            other => EbpfError::Load(chain(&other)),
+        })?;
+    }
     Ok(ebpf)
 }
 
-/// The program at the underlay's TC ingress.
-pub(super) fn program(ebpf: &mut Ebpf) -> Result<&mut SchedClassifier, EbpfError> {
-    let program = ebpf.program_mut(UNDERLAY_INGRESS);
+/// A program of the object.
+pub(super) fn program<'a>(
+    ebpf: &'a mut Ebpf,
+    name: &str,
+) -> Result<&'a mut SchedClassifier, EbpfError> {
+    let program = ebpf.program_mut(name);
     program
         .and_then(|program| program.try_into().ok())
-        .ok_or_else(|| EbpfError::Load(format!("no program {UNDERLAY_INGRESS} in the object")))
+        .ok_or_else(|| EbpfError::Load(format!("no program {name} in the object")))
 }
 
 /// Whether there is an object at all.

@@ -1,6 +1,6 @@
 //! Where maps and links outlive the agent: a directory on a bpf file system.
 //!
-//! `<pin dir>/<device>/underlay_ingress-<ifindex>` are links, `<pin dir>/<device>/v<schema>/`
+//! `<pin dir>/<device>/<program>-<ifindex>` are links, `<pin dir>/<device>/v<schema>/`
 //! holds the maps. Links stand outside of the version, because a new version takes them over.
 //! Such a file system allows no dots in names: `flannel.1` becomes `flannel:1`, and as no
 //! device's name can have a colon, no two devices meet there.
@@ -12,9 +12,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use aya::maps::{MapData, MapInfo, MapType};
+use aya::maps::{MapData, MapInfo, MapType, lpm_trie::Key};
 use flannel_common::{
-    map::{Config, Counters, MAX_PEERS, OuterAddress, Peer, SCHEMA_VERSION},
+    map::{
+        Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, SCHEMA_VERSION, Vtep,
+        VtepKey,
+    },
     outcome::Outcome,
 };
 use nix::{
@@ -41,8 +44,16 @@ pub(super) const PEER_COUNTERS: MapShape =
 pub(super) const OUTCOMES: MapShape =
     shape::<u32, Counters>("OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
 
+pub(super) const VTEPS: MapShape =
+    shape::<VtepKey, Vtep>("VTEPS", MapType::Hash, MAX_VTEPS as usize);
+pub(super) const SUBNETS4: MapShape =
+    shape::<Key<[u8; 4]>, Lease>("SUBNETS4", MapType::LpmTrie, MAX_PEERS as usize);
+pub(super) const SUBNETS6: MapShape =
+    shape::<Key<[u8; 16]>, Lease>("SUBNETS6", MapType::LpmTrie, MAX_PEERS as usize);
+
 /// The maps that are pinned.
-pub(super) const MAPS: [MapShape; 4] = [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES];
+pub(super) const MAPS: [MapShape; 7] =
+    [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES, VTEPS, SUBNETS4, SUBNETS6];
 
 const fn shape<K, V>(name: &'static str, kind: MapType, entries: usize) -> MapShape {
     MapShape { name, kind, key: size_of::<K>(), value: size_of::<V>(), entries }

@@ -6,14 +6,14 @@ use std::io;
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
+use super::hook::Side;
+
 /// Our place among the filters of a hook: the same at every start, so that a restart replaces.
 pub(super) const PRIORITY: u16 = 0x464c;
 /// The filter's number within the priority.
 pub(super) const HANDLE: u32 = 1;
 
 const ETH_P_ALL: u16 = 3;
-/// `TC_H_CLSACT` with `TC_H_MIN_INGRESS`.
-const PARENT_INGRESS: u32 = 0xffff_fff2;
 
 const NLMSG_ERROR: u16 = 2;
 const NLM_F_REQUEST: u16 = 1;
@@ -34,16 +34,16 @@ pub(super) struct Filter {
     pub(super) program: u32,
 }
 
-/// The filter at our place of an interface's ingress; `None` if there is none.
-pub(super) fn find(ifindex: u32) -> io::Result<Option<Filter>> {
+/// The filter at our place of a side of an interface; `None` if there is none.
+pub(super) fn find(side: Side, ifindex: u32) -> io::Result<Option<Filter>> {
     let socket = Socket::new(NETLINK_ROUTE)?;
     socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&request(ifindex), 0)?;
+    socket.send(&request(side, ifindex), 0)?;
     let (answer, _) = socket.recv_from_full()?;
     parse(&answer)
 }
 
-fn request(ifindex: u32) -> Vec<u8> {
+fn request(side: Side, ifindex: u32) -> Vec<u8> {
     let info = u32::from(PRIORITY) << 16 | u32::from(ETH_P_ALL.to_be());
     let length = HEADER_LEN + TCMSG_LEN;
     let mut message = Vec::with_capacity(length);
@@ -54,7 +54,7 @@ fn request(ifindex: u32) -> Vec<u8> {
     message.extend([0; 8]);
     // Address family, padding.
     message.extend([0; 4]);
-    for field in [ifindex, HANDLE, PARENT_INGRESS, info] {
+    for field in [ifindex, HANDLE, side.clsact(), info] {
         message.extend(field.to_ne_bytes());
     }
     message

@@ -5,8 +5,9 @@
 
 use std::io;
 
+use super::hook::Side;
+
 const BPF_PROG_QUERY: libc::c_long = 16;
-const BPF_TCX_INGRESS: u32 = 46;
 
 /// `BPF_MPROG_MAX`: no hook takes more.
 const MAX_PROGRAMS: usize = 64;
@@ -30,11 +31,11 @@ struct Query {
 
 /// Whether the program with this number is at the device's TCX ingress. A kernel without TCX has
 /// none there.
-pub(super) fn is_attached(ifindex: u32, program: u32) -> io::Result<bool> {
+pub(super) fn is_attached(side: Side, ifindex: u32, program: u32) -> io::Result<bool> {
     let mut ids = [0_u32; MAX_PROGRAMS];
     let mut query = Query {
         target_ifindex: ifindex,
-        attach_type: BPF_TCX_INGRESS,
+        attach_type: side.tcx(),
         prog_ids: ids.as_mut_ptr() as u64,
         count: u32::try_from(ids.len()).unwrap_or_default(),
         ..Query::default()

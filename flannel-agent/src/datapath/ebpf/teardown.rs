@@ -12,7 +12,7 @@ use nix::{
     net::if_::if_nameindex,
 };
 
-use super::{attach, link, pin};
+use super::{attach, hook::HOOKS, link, pin};
 
 /// The pins of all devices, locked against agents.
 pub struct Pins {
@@ -73,8 +73,10 @@ impl Pins {
         // Where there is no TCX.
         for interface in if_nameindex().iter().flatten() {
             let Ok(name) = interface.name().to_str() else { continue };
-            let outcome = attach::remove_filter(interface.index(), name);
-            note("filter", name, outcome);
+            for hook in HOOKS {
+                let outcome = attach::remove_filter(hook, interface.index(), name);
+                note("filter", &format!("{} at {name}", hook.program), outcome);
+            }
         }
         // Others may keep something there.
         let _ = fs::remove_dir(&self.pin_dir);

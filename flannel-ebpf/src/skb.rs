@@ -1,0 +1,147 @@
+//! The kernel's packet, as the programs use it.
+
+use aya_ebpf::{
+    bindings::__sk_buff,
+    helpers::{bpf_skb_load_bytes, bpf_skb_store_bytes},
+    programs::TcContext,
+};
+use flannel_common::{outcome::Outcome, outer::Packet, wire::Words};
+
+/// `PACKET_OTHERHOST` (`linux/if_packet.h`): the frame was sent to another host's MAC.
+const OTHER_HOST: u32 = 3;
+
+/// A packet in the kernel's hands: its parts may lie in several places.
+#[derive(Clone, Copy)]
+pub struct Skb {
+    raw: *mut __sk_buff,
+}
+
+impl Skb {
+    #[inline(always)]
+    pub fn new(ctx: &TcContext) -> Self {
+        Self { raw: ctx.skb.skb }
+    }
+
+    #[inline(always)]
+    pub fn raw(self) -> *mut __sk_buff {
+        self.raw
+    }
+
+    /// For what wants aya's type.
+    #[inline(always)]
+    pub fn context(self) -> TcContext {
+        TcContext::new(self.raw)
+    }
+
+    #[inline(always)]
+    fn fields(&self) -> &__sk_buff {
+        // SAFETY: the kernel passes a valid context; the verifier checks every access to it.
+        unsafe { &*self.raw }
+    }
+
+    /// The length in bytes, from the Ethernet header on.
+    #[inline(always)]
+    pub fn len(self) -> u32 {
+        self.fields().len
+    }
+
+    /// The Ethernet type in host order.
+    #[inline(always)]
+    pub fn ethertype(self) -> u16 {
+        u16::from_be(self.fields().protocol as u16)
+    }
+
+    /// Whether the frame was sent to another host's MAC.
+    #[inline(always)]
+    pub fn for_other_host(self) -> bool {
+        self.fields().pkt_type == OTHER_HOST
+    }
+
+    /// Whether there is a VLAN tag, which the kernel keeps beside the packet.
+    #[inline(always)]
+    pub fn tagged(self) -> bool {
+        self.fields().vlan_present != 0
+    }
+
+    /// The firewall mark.
+    #[inline(always)]
+    pub fn mark(self) -> u32 {
+        self.fields().mark
+    }
+
+    /// The device whose hook this is.
+    #[inline(always)]
+    pub fn ifindex(self) -> u32 {
+        self.fields().ifindex
+    }
+
+    /// The payload of each segment of a merged packet; 0 if it is none.
+    #[inline(always)]
+    pub fn gso_size(self) -> u32 {
+        self.fields().gso_size
+    }
+
+    /// How many packets this is on the wire.
+    #[inline(always)]
+    pub fn segments(self) -> u32 {
+        self.fields().gso_segs.max(1)
+    }
+
+    /// The bytes in one piece: where they begin, and where they end.
+    #[inline(always)]
+    pub fn linear(self) -> (usize, usize) {
+        (self.fields().data as usize, self.fields().data_end as usize)
+    }
+
+    /// Reads the first `LEN` bytes. Words beyond stay as they are.
+    #[inline(always)]
+    pub fn load<const LEN: u32, const N: usize>(self, words: &mut Words<N>) -> bool {
+        const { assert!(LEN as usize <= 2 * N) };
+        let to = words.0.as_mut_ptr().cast();
+        // SAFETY: the helper writes at most as many bytes as there are, or fails.
+        unsafe { bpf_skb_load_bytes(self.raw.cast(), 0, to, LEN) == 0 }
+    }
+
+    /// Writes words over the start of the packet, which has to be that long.
+    #[inline(always)]
+    pub fn store<const N: usize>(self, words: &Words<N>) -> bool {
+        let len = (2 * N) as u32;
+        // SAFETY: the helper reads `len` bytes from a buffer of that length.
+        unsafe { bpf_skb_store_bytes(self.raw().cast(), 0, words.0.as_ptr().cast(), len, 0) == 0 }
+    }
+}
+
+impl Packet for Skb {
+    #[inline(always)]
+    fn bytes<const N: usize>(&self, offset: u32) -> Option<[u8; N]> {
+        let mut bytes = [0; N];
+        // SAFETY: the helper writes N bytes to a buffer of N bytes, or fails.
+        let result = unsafe {
+            bpf_skb_load_bytes(self.raw.cast(), offset, bytes.as_mut_ptr().cast(), N as u32)
+        };
+        (result == 0).then_some(bytes)
+    }
+}
+
+impl From<*mut __sk_buff> for Skb {
+    #[inline(always)]
+    fn from(raw: *mut __sk_buff) -> Self {
+        Self { raw }
+    }
+}
+
+/// A result as one number: BPF functions return no more.
+#[inline(always)]
+pub fn pack(result: Result<i32, Outcome>) -> i64 {
+    match result {
+        Ok(action) => i64::from(action.cast_unsigned()),
+        Err(outcome) => -1 - i64::from(outcome.index()),
+    }
+}
+
+/// The other way round; the outcome by its number.
+#[inline(always)]
+#[expect(clippy::cast_sign_loss, reason = "see `pack`")]
+pub fn unpack(packed: i64) -> Result<i32, u32> {
+    if packed >= 0 { Ok(packed as i32) } else { Err((-1 - packed) as u32) }
+}

@@ -1,0 +1,78 @@
+//! TC egress of the tunnel device: encapsulate and send, or leave the packet to the device.
+
+use aya_ebpf::{
+    bindings::{__sk_buff, TC_ACT_SHOT, TC_ACT_UNSPEC},
+    programs::TcContext,
+};
+use flannel_common::{
+    encap::HeadV4,
+    map::{Config, VtepKey, switch},
+    outcome::Outcome,
+};
+
+use crate::{
+    count, encap, maps,
+    skb::{self, Skb},
+};
+
+/// Sends one packet.
+#[inline(always)]
+pub fn run(ctx: &TcContext) -> i32 {
+    let skb = Skb::new(ctx);
+    let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
+    // The headers change both; the kernel's device counts before, too.
+    let (segments, len) = (skb.segments(), skb.len());
+    let (outcome, action) = match send(skb, config) {
+        Ok(action) => (Outcome::Encapsulated.index(), action),
+        Err(outcome) if outcome == Outcome::DropNoMemory.index() => (outcome, TC_ACT_SHOT),
+        // The device's queue is next.
+        Err(outcome) => (outcome, TC_ACT_UNSPEC),
+    };
+    count::add(&maps::OUTCOMES, outcome, segments, len);
+    action
+}
+
+/// Returns the program's result, or why not by its number.
+#[inline(always)]
+fn send(skb: Skb, config: &Config) -> Result<i32, u32> {
+    if config.switches & switch::ENCAP == 0 {
+        return Err(Outcome::EncapOff.index());
+    }
+    if skb.mark() != 0 || skb.tagged() {
+        return Err(Outcome::Marked.index());
+    }
+    // Calls, not inlined: each family has its own headers on its own stack.
+    let result = if skb.ifindex() == config.v4.ifindex {
+        over_v4(skb.raw(), config)
+    } else if skb.ifindex() == config.v6.ifindex {
+        over_v6(skb.raw(), config)
+    } else {
+        // The device was made anew and the agent has not said so yet.
+        return Err(Outcome::EncapOff.index());
+    };
+    skb::unpack(result)
+}
+
+#[inline(never)]
+fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
+    let skb = Skb::from(raw);
+    let mut head = HeadV4::ZERO;
+    skb::pack(encap::inspect(skb).and_then(|inner| {
+        let vtep = encap::vtep(&inner.frame, VtepKey::V4)?;
+        let ifindex = encap::prepare_v4(skb, config, &inner, &vtep, &mut head)?;
+        encap::push_v4(skb, &head)?;
+        Ok(encap::send(ifindex))
+    }))
+}
+
+#[inline(never)]
+fn over_v6(raw: *mut __sk_buff, config: &Config) -> i64 {
+    let skb = Skb::from(raw);
+    skb::pack(encap::inspect(skb).and_then(|inner| {
+        let head = maps::scratch().ok_or(Outcome::NoRoom)?;
+        let vtep = encap::vtep(&inner.frame, VtepKey::V6)?;
+        let ifindex = encap::prepare_v6(skb, config, &inner, &vtep, head)?;
+        encap::push_v6(skb, head)?;
+        Ok(encap::send(ifindex))
+    }))
+}
