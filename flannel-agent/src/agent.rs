@@ -18,6 +18,7 @@ use crate::{
     backend::{Backend, BackendError},
     cli::Exit,
     config::NetworkConfig,
+    firewall::{Firewall, FirewallPolicy},
     lease::{Lease, LeaseAttributes, Subnets},
     peer_table::{Changed, PeerTable},
     state::SharedState,
@@ -40,7 +41,8 @@ pub struct Agent {
     backend: Box<dyn Backend>,
     config: NetworkConfig,
     subnet_file: SubnetFile,
-    ip_masq: bool,
+    firewall: Firewall,
+    policy: FirewallPolicy,
     state: Rc<SharedState>,
     peers: Rc<PeerTable>,
     granted: GrantedLease,
@@ -175,7 +177,7 @@ impl Agent {
         mut backend: Box<dyn Backend>,
         config: NetworkConfig,
         subnet_file: SubnetFile,
-        ip_masq: bool,
+        (firewall, policy): (Firewall, FirewallPolicy),
         previous: Subnets,
         state: Rc<SharedState>,
     ) -> Result<Self, Exit> {
@@ -185,7 +187,8 @@ impl Agent {
             backend,
             config,
             subnet_file,
-            ip_masq,
+            firewall,
+            policy,
             state,
             peers: Rc::default(),
             granted,
@@ -200,6 +203,7 @@ impl Agent {
     /// Calls `first_ready` once, when everything holds for the first time.
     pub async fn run(mut self, first_ready: impl FnOnce()) -> Result<(), Exit> {
         let mut first_ready = Some(first_ready);
+        let state = Rc::clone(&self.state);
         let (events_in, mut events) = mpsc::channel(64);
         let mut store_task = self.keep_lease(&events_in);
         self.apply(&Changed::Everything).await;
@@ -253,6 +257,11 @@ impl Agent {
                     }
                 },
                 () = self.backend.changed() => self.apply(&Changed::Everything).await,
+                () = self.firewall.changed() => {
+                    self.take_firewall_report();
+                    self.write_subnet_file(&self.granted.lease.clone());
+                }
+                () = state.asked() => state.set_backend(self.backend.status()),
                 () = sleep(if self.doubtful { RETRY } else { HEARTBEAT }) => {}
             }
         }
@@ -372,7 +381,12 @@ impl Agent {
             Changed::Peers(changed) => {
                 self.backend.apply_changed(&lease, &self.peers, changed).await
             }
-            Changed::Everything => self.backend.apply(&lease, &self.peers).await,
+            Changed::Everything => {
+                let port = self.backend.tunnel_port();
+                self.firewall.want(self.policy.wanted(&self.config, lease.subnets, port));
+                self.take_firewall_report();
+                self.backend.apply(&lease, &self.peers).await
+            }
         };
         self.state.set_applied(&report, self.backend.status());
 
@@ -401,6 +415,16 @@ impl Agent {
         self.write_subnet_file(&lease);
     }
 
+    /// Makes known how the firewall is.
+    fn take_firewall_report(&self) {
+        let readiness = &self.state.telemetry.readiness;
+        match self.firewall.missing() {
+            None => readiness.met(Condition::Firewall),
+            Some(reason) => readiness.unmet(Condition::Firewall, reason),
+        }
+        self.state.set_firewall(&self.firewall.report());
+    }
+
     /// Publishes what changed about us: a device made anew with another MAC, another address.
     async fn publish(&mut self) {
         let attributes = self.backend.attributes();
@@ -420,10 +444,16 @@ impl Agent {
 
     fn write_subnet_file(&mut self, lease: &Lease) {
         let readiness = &self.state.telemetry.readiness;
-        if !readiness.holds(Condition::Device) || !readiness.holds(Condition::Lease) {
+        // Pods that start before their packets are masqueraded are known by a wrong source for as
+        // long as their connections last. A firewall that cannot be had is no reason to wait.
+        if !readiness.holds(Condition::Device)
+            || !readiness.holds(Condition::Lease)
+            || !self.firewall.attempted()
+        {
             return;
         }
-        let wanted = SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.ip_masq);
+        let wanted =
+            SubnetEnv::new(&self.config, lease.subnets, self.backend.mtu(), self.policy.masquerade);
         if self.written.as_ref() == Some(&wanted) {
             return;
         }

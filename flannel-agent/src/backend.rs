@@ -90,6 +90,11 @@ pub trait Backend {
     /// The MTU for pods, in bytes: goes to `subnet.env`.
     fn mtu(&self) -> u32;
 
+    /// UDP port of the outer packets, if the backend wraps packets into such.
+    fn tunnel_port(&self) -> Option<u16> {
+        None
+    }
+
     /// What `/status` and the `status` command show of this backend.
     fn status(&self) -> serde_json::Value;
 

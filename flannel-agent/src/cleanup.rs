@@ -15,6 +15,7 @@ use crate::{
     control,
     datapath::ebpf,
     device_claim::DeviceClaim,
+    firewall::removal,
     subnet_env::{SubnetFile, SubnetFileError},
 };
 
@@ -53,7 +54,7 @@ pub enum Refusal {
 /// Something that was there.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Thing {
-    /// `device`, `route`, `neighbour`, `fdb`, `link`, `filter`, `pins`, `file`.
+    /// `device`, `route`, `neighbour`, `fdb`, `link`, `filter`, `pins`, `firewall`, `file`.
     pub kind: &'static str,
     /// How `ip`, `bridge`, `bpftool` or `ls` show it.
     pub name: String,
@@ -108,7 +109,16 @@ pub async fn run(places: &Places) -> Result<Report, Refusal> {
     // run that fails half-way can be repeated.
     let rest = kernel::remove(&devices, &subnet_file, &mut report);
     pins.remove(&mut |kind, name, result| report.note(kind, name, result));
+    firewall(&mut report).await;
     files::remove(places, &subnet_file, &rest, &mut report);
     drop((lock, claims));
     Ok(report)
+}
+
+async fn firewall(report: &mut Report) {
+    let (removed, problems) = removal::remove_all().await;
+    for _ in 0..removed {
+        report.removed("firewall", "table, chain or rule");
+    }
+    report.problems.extend(problems);
 }

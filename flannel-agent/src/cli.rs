@@ -39,6 +39,8 @@ pub enum Command {
     Peers(PeersArgs),
     /// Remove what agents made.
     Cleanup(CleanupArgs),
+    /// Carry over what is kept with etcd's v2 API.
+    MigrateEtcdV2(Box<MigrateArgs>),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
     MkDockerOpts(Vec<String>),
 }
@@ -154,6 +156,20 @@ pub struct CleanupArgs {
     pub bpf_pin_dir: PathBuf,
 }
 
+/// Arguments of `migrate-etcd-v2`.
+#[derive(Clone, Debug, Args)]
+pub struct MigrateArgs {
+    /// Where etcd is, for both APIs.
+    #[command(flatten)]
+    pub etcd: flags::EtcdFlags,
+    /// Only show what would be written.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How to print.
+    #[arg(long, value_enum, value_name = "FORMAT", default_value_t)]
+    pub output: Output,
+}
+
 /// A command beside running the agent.
 struct Subcommand {
     name: &'static str,
@@ -177,6 +193,11 @@ const SUBCOMMANDS: &[Subcommand] = &[
         name: "cleanup",
         about: "Remove devices, routes, eBPF programs and files that a stopped agent left",
         parse: |s, words, env| Ok(Command::Cleanup(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "migrate-etcd-v2",
+        about: "Carry leases and configuration over from etcd's v2 API to v3",
+        parse: |s, words, env| Ok(Command::MigrateEtcdV2(Box::new(s.client_args(words, env)?))),
     },
     Subcommand {
         name: "mk-docker-opts",

@@ -14,6 +14,7 @@ pub mod control;
 pub mod datapath;
 pub mod device_claim;
 pub mod external_interface;
+pub mod firewall;
 pub mod go_json;
 pub mod lease;
 pub mod mac;
@@ -51,6 +52,9 @@ pub fn main() -> ExitCode {
             finish(commands::peers::run(&args, &offline, &mut std::io::stdout()))
         }
         Command::Cleanup(args) => finish(commands::cleanup::run(&args, &mut std::io::stdout())),
+        Command::MigrateEtcdV2(args) => {
+            finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
+        }
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
     }
 }

@@ -36,6 +36,10 @@ const fn default_metric(destination: &IpNet) -> u32 {
     }
 }
 
+/// The metric of a black hole: whatever else leads to the subnet, a bridge's own route above all,
+/// comes first. 32767 leaves room behind it.
+const BLACKHOLE_METRIC: u32 = 32767;
+
 /// What the kernel is to have of routes, neighbours and forwarding entries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
@@ -54,6 +58,9 @@ pub struct Wanted {
     pub networks: Vec<IpNet>,
     /// Our own subnets, to which no route of ours may lead.
     pub own: Vec<IpNet>,
+    /// Whether a black hole stands behind all other routes to our own subnets
+    /// (`--ip-blackhole-route`).
+    pub blackhole_own: bool,
     /// Whether all peers are known. If not, nothing that may be a peer's is removed.
     pub complete: bool,
 }
@@ -212,6 +219,20 @@ impl Wanted {
             changes.push(Change::SetRoute(route));
             changes.extend(stone.map(Change::RemoveRoute));
         }
+        if self.blackhole_own {
+            let holes = |own: &&IpNet| {
+                keys.is_none_or(|keys| keys.routes.contains(*own))
+                    && !tables.routes_to(own).any(|route| matches!(route.via, Via::Blackhole))
+            };
+            changes.extend(self.own.iter().filter(holes).map(|own| {
+                Change::SetRoute(Route {
+                    destination: *own,
+                    via: Via::Blackhole,
+                    metric: BLACKHOLE_METRIC,
+                    protocol: OUR_PROTOCOL,
+                })
+            }));
+        }
         self.plan_removals(tables, keys, changes);
         plan
     }
@@ -231,7 +252,8 @@ impl Wanted {
         for route in routes.filter(|route| self.ours(route)) {
             let own = self.own.contains(&route.destination);
             let replaced = set.contains(&(route.destination, route.metric));
-            let wanted = self.routes.get(&route.destination) == Some(&route.via);
+            let hole = own && self.blackhole_own && matches!(route.via, Via::Blackhole);
+            let wanted = hole || self.routes.get(&route.destination) == Some(&route.via);
             if !wanted && !replaced && (self.complete || own) {
                 changes.push(Change::RemoveRoute(*route));
             }

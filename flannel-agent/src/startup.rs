@@ -18,6 +18,7 @@ use crate::{
     config::NetworkConfig,
     control::ControlSocket,
     external_interface::{self, ExternalInterface, Families, SelectError},
+    firewall::Firewall,
     state::SharedState,
     subnet_env::SubnetFile,
     subnet_manager::{
@@ -27,7 +28,6 @@ use crate::{
     },
     telemetry::{
         Telemetry,
-        health::Condition,
         metrics::Metrics,
         server::{self, Pages},
         systemd,
@@ -72,9 +72,9 @@ async fn run_until_failure(
     let previous = subnet_file.set_aside();
 
     let metrics = Metrics::default();
+    let firewall_metrics = metrics.clone();
     let store = open_store(options, &metrics)?;
     let telemetry = Rc::new(Telemetry::new(metrics.clone(), |_| {}));
-    telemetry.readiness.met(Condition::Firewall);
     let state = Rc::new(SharedState::new(
         Rc::clone(&telemetry),
         store.kind(),
@@ -85,18 +85,19 @@ async fn run_until_failure(
     let agent = async {
         let config = agent::network_config(&*store, &state).await?;
         state.set_config(&config);
-        warn_unbuilt(options);
         let external = external_interface(options, &config).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
+        let firewall =
+            Firewall::open(config.enable_nftables, options.firewall.resync(), firewall_metrics);
         farewell.set(backend.farewell());
         let agent = Agent::start(
             Rc::clone(&store),
             backend,
             config,
             subnet_file,
-            options.firewall.ip_masq,
+            (firewall, options.firewall.policy()),
             previous.subnets(),
             Rc::clone(&state),
         )
@@ -119,17 +120,7 @@ fn announce_readiness() {
     }
 }
 
-fn warn_unbuilt(options: &Options) {
-    if options.firewall.ip_masq {
-        warn!(
-            "--ip-masq: this version writes FLANNEL_IPMASQ=true but installs no masquerade rules \
-             itself yet; pods reach the outside only if something else translates their addresses"
-        );
-    }
-}
-
 fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, Exit> {
-    let margin = Duration::from_secs(60 * options.etcd.renew_margin_minutes.unsigned_abs());
     let local = options.files.local_subnet_mgr.0.clone();
     if options.kube.enabled {
         return Err(Exit::failure(
@@ -138,15 +129,18 @@ fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManag
         ));
     }
     let store: Result<Rc<dyn SubnetManager>, _> = match local {
-        Some(dir) => LocalSubnetManager::new(dir, LEASE_TTL, margin, metrics.clone())
-            .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
-        None => EtcdSubnetManager::new(etcd_options(&options.etcd, margin), metrics.clone())
+        Some(dir) => {
+            LocalSubnetManager::new(dir, LEASE_TTL, renew_margin(&options.etcd), metrics.clone())
+                .map(|store| Rc::new(store) as Rc<dyn SubnetManager>)
+        }
+        None => EtcdSubnetManager::new(etcd_options(&options.etcd), metrics.clone())
             .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
     };
     store.map_err(|err| Exit::failure(err.to_string()))
 }
 
-fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
+/// How the flags say that etcd is reached.
+pub(crate) fn etcd_options(flags: &EtcdFlags) -> EtcdOptions {
     let text = |value: &str| Some(value.to_owned()).filter(|value| !value.is_empty());
     let file = |value: &str| text(value).map(Into::into);
     EtcdOptions {
@@ -158,8 +152,12 @@ fn etcd_options(flags: &EtcdFlags, renew_margin: Duration) -> EtcdOptions {
         username: text(&flags.username),
         password: text(flags.password.expose()).map(Password::from),
         lease_ttl: LEASE_TTL,
-        renew_margin,
+        renew_margin: renew_margin(flags),
     }
+}
+
+fn renew_margin(flags: &EtcdFlags) -> Duration {
+    Duration::from_secs(60 * flags.renew_margin_minutes.unsigned_abs())
 }
 
 /// Chooses the external interface. What may only be late (an address in duplicate detection, a

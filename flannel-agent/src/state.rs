@@ -1,14 +1,19 @@
 //! What the agent's loop knows, in the form in which servers and commands ask for it.
 
-use std::{cell::RefCell, collections::HashMap, net::IpAddr, path::PathBuf, rc::Rc};
+use std::{
+    cell::RefCell, collections::HashMap, net::IpAddr, path::PathBuf, rc::Rc, time::Duration,
+};
 
+use async_trait::async_trait;
 use serde_json::{Value, json};
+use tokio::{sync::Notify, time::timeout};
 
 use crate::{
     backend::ApplyReport,
     config::NetworkConfig,
     datapath::ebpf::read_pinned_peers,
     external_interface::ExternalInterface,
+    firewall::FirewallReport,
     lease::RawJson,
     peer_table::PeerTable,
     subnet_manager::{Connection, GrantedLease},
@@ -18,6 +23,9 @@ use crate::{
     },
 };
 
+/// How long the loop may take to look before what it said last is shown.
+const ANSWER: Duration = Duration::from_millis(200);
+
 /// The agent's state as others see it. The loop writes, the servers read, all on one thread.
 pub struct SharedState {
     /// Readiness, metrics, heartbeat.
@@ -25,6 +33,8 @@ pub struct SharedState {
     store_kind: &'static str,
     pin_dir: PathBuf,
     inner: RefCell<Inner>,
+    asked: Notify,
+    answered: Notify,
 }
 
 #[derive(Default)]
@@ -36,7 +46,14 @@ struct Inner {
 impl SharedState {
     /// The state of an agent that has only just been told which store to use.
     pub fn new(telemetry: Rc<Telemetry>, store_kind: &'static str, pin_dir: PathBuf) -> Self {
-        let state = Self { telemetry, store_kind, pin_dir, inner: RefCell::default() };
+        let state = Self {
+            telemetry,
+            store_kind,
+            pin_dir,
+            inner: RefCell::default(),
+            asked: Notify::new(),
+            answered: Notify::new(),
+        };
         state.set_connection(&Connection::Down("not asked yet".to_owned()));
         state
     }
@@ -64,6 +81,11 @@ impl SharedState {
         self.inner.borrow_mut().status.lease = Some(granted.into());
     }
 
+    /// Records how the firewall is.
+    pub fn set_firewall(&self, report: &FirewallReport) {
+        self.inner.borrow_mut().status.firewall = Some(report.into());
+    }
+
     /// Replaces the table of peers that is shown.
     pub fn set_peers(&self, peers: Rc<PeerTable>) {
         let wanted = peers.len();
@@ -85,11 +107,26 @@ impl SharedState {
         inner.status.peers_applied = report.peers_applied;
         inner.status.problems =
             report.device_problem.iter().chain(&report.problems).cloned().collect();
+        drop(inner);
+        self.set_backend(backend);
+    }
+
+    /// Records what the backend shows of itself.
+    pub fn set_backend(&self, backend: Value) {
+        let mut inner = self.inner.borrow_mut();
         let text =
             |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
         inner.status.datapath = text("mode")
             .map(|mode| DatapathStatus { mode, reason: text("reason").unwrap_or_default() });
         inner.status.backend = backend;
+        drop(inner);
+        self.answered.notify_waiters();
+    }
+
+    /// Resolves when somebody wants to see what the backend shows now: the loop answers by
+    /// [`set_backend`](Self::set_backend). Cancel-safe.
+    pub async fn asked(&self) {
+        self.asked.notified().await;
     }
 }
 
@@ -104,7 +141,15 @@ impl SharedState {
     }
 }
 
+#[async_trait(?Send)]
 impl StateSource for SharedState {
+    async fn freshen(&self) {
+        let answered = self.answered.notified();
+        self.asked.notify_one();
+        // A loop that is busy, or not turning yet, has to be told of as well.
+        let _ = timeout(ANSWER, answered).await;
+    }
+
     fn status(&self) -> Status {
         let Status { version, uptime_seconds, ready, missing, .. } = self.telemetry.base_status();
         Status { version, uptime_seconds, ready, missing, ..self.inner.borrow().status.clone() }

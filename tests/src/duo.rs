@@ -44,8 +44,21 @@ pub struct Duo<S> {
 impl<S: LeaseStore> Duo<S> {
     /// Both nodes up, leases exchanged, pods reaching each other.
     pub fn start(lab: &Lab, store: S, config: &str, dual: bool, flags: &[&str]) -> Result<Self> {
+        Self::start_after(lab, store, config, dual, flags, |_| Ok(()))
+    }
+
+    /// The same, with something done to our node before the agent comes.
+    pub fn start_after(
+        lab: &Lab,
+        store: S,
+        config: &str,
+        dual: bool,
+        flags: &[&str],
+        before: impl FnOnce(&Node) -> Result<()>,
+    ) -> Result<Self> {
         store.put_config(config)?;
         let alder = lab.node("alder")?;
+        before(&alder)?;
         let spec = if dual { PeerSpec::dual(200) } else { PeerSpec::v4(200) };
         let birch = KernelPeer::new(lab.node("birch")?, spec)?;
         let (key, lease) = birch.lease();

@@ -29,6 +29,8 @@ pub struct EtcdOptions {
     pub tls: Option<ClientCertificates>,
     /// Host number on segment A; 5 unless set.
     pub number: Option<u8>,
+    /// Whether it serves the old v2 API as well.
+    pub v2: bool,
 }
 
 /// Whether etcd asks its clients for certificates.
@@ -193,6 +195,9 @@ impl Etcd {
                     .arg(format!("--trusted-ca-file={}", authority.display()));
             }
         }
+        if self.options.v2 {
+            command.arg("--enable-v2");
+        }
         self.starts.set(self.starts.get() + 1);
         let log = self.node.dir().join("etcd.log");
         let mut process = Process::spawn(command, &log, self.node.lab().run().keeps())?;
@@ -289,6 +294,49 @@ impl Etcd {
             })
             .collect();
         self.call("/kv/txn", &json!({ "success": success })).map(drop)
+    }
+
+    /// Writes a key with the v2 API, for `ttl` seconds if there is one.
+    pub fn put_v2(&self, key: &str, value: &str, ttl: Option<u32>) -> Result<()> {
+        let escaped: Vec<_> = value.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        let escaped = escaped.concat();
+        let ttl = ttl.map(|ttl| format!("&ttl={ttl}")).unwrap_or_default();
+        let body = format!("value={escaped}{ttl}");
+        self.call_v2(&format!("/keys{key}"), "application/x-www-form-urlencoded", &body, false)
+    }
+
+    /// From now on `user` may read below the network's prefix with the v2 API by this password,
+    /// and nobody else but root.
+    pub fn require_password_v2(&self, user: &str, password: &str) -> Result<()> {
+        const JSON: &str = "application/json";
+        let call = |path: &str, body: Value, root| {
+            self.call_v2(&format!("/auth{path}"), JSON, &body.to_string(), root)
+        };
+        let rights = json!({"kv": {"read": ["/coreos.com/*"], "write": []}});
+        call("/users/root", json!({"user": "root", "password": "root"}), false)?;
+        call("/roles/reader", json!({"role": "reader", "permissions": rights}), false)?;
+        let user_body = json!({"user": user, "password": password, "roles": ["reader"]});
+        call(&format!("/users/{user}"), user_body, false)?;
+        call("/enable", json!({}), false)?;
+        let all = json!({"kv": {"read": ["/*"], "write": ["/*"]}});
+        call("/roles/guest", json!({"role": "guest", "revoke": all}), true)
+    }
+
+    fn call_v2(&self, path: &str, content_type: &str, body: &str, root: bool) -> Result<()> {
+        let path = format!("/v2{path}");
+        let authorization = format!("Basic {}", base64::encode(b"root:root"));
+        let authorization = root.then_some(authorization.as_str());
+        let answer = self
+            .node
+            .ns()
+            .within(|| http::put("127.0.0.1:2378", &path, authorization, content_type, body))?;
+        ensure!(
+            (200..300).contains(&answer.status),
+            "etcd {path}: {} {}",
+            answer.status,
+            answer.body.trim()
+        );
+        Ok(())
     }
 
     /// Deletes a key. Returns whether there was one.

@@ -42,6 +42,26 @@ pub fn post(address: &str, path: &str, token: Option<&str>, body: &str) -> Resul
     )
 }
 
+/// `PUT path` with a body of this type, and an `Authorization` header if there is one.
+pub fn put(
+    address: &str,
+    path: &str,
+    authorization: Option<&str>,
+    content_type: &str,
+    body: &str,
+) -> Result<Response> {
+    let authorization =
+        authorization.map(|value| format!("Authorization: {value}\r\n")).unwrap_or_default();
+    exchange(
+        address,
+        &format!(
+            "PUT {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n{authorization}\
+             Content-Type: {content_type}\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        ),
+    )
+}
+
 fn exchange(address: &str, request: &str) -> Result<Response> {
     let socket: SocketAddr = address.parse().with_context(|| format!("{address} is no address"))?;
     let mut stream = TcpStream::connect_timeout(&socket, PATIENCE)

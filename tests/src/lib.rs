@@ -34,12 +34,14 @@ pub mod kernel_peer;
 pub mod lab;
 pub mod lease_store;
 pub mod loss_meter;
+pub mod nat_table;
 pub mod netns;
 pub mod node;
 pub mod pod;
 pub mod process;
 pub mod run;
 pub mod traffic;
+pub mod udp_proxy;
 pub mod usage;
 pub mod vxlan_view;
 pub mod wait;
@@ -61,9 +63,11 @@ pub mod prelude {
         lab::Lab,
         lease_store::{LeaseStore, LocalStore, SUBNETS_PREFIX},
         loss_meter::LossMeter,
+        nat_table::{NatLab, NewFlows, Renderer},
         node::Node,
         pod::Pod,
         traffic,
+        udp_proxy::UdpProxy,
         wait::{eventually, holds_for},
     };
 }

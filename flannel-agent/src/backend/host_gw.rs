@@ -49,12 +49,15 @@ pub struct HostGwConfig {
     pub ipv4_network: Option<Ipv4Net>,
     /// The cluster's IPv6 network, if IPv6 is enabled.
     pub ipv6_network: Option<Ipv6Net>,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// The backend.
 pub struct HostGwBackend {
     external: ExternalInterface,
     networks: Vec<IpNet>,
+    blackhole_route: bool,
     mirror: Mirror,
     metrics: Metrics,
     on_link: OnLink,
@@ -83,7 +86,7 @@ impl HostGwBackend {
     /// [`BackendError::Config`] if the advertised address is not the interface's own: peers use
     /// it as a gateway. [`BackendError::Kernel`] if netlink is refused.
     pub fn new(config: HostGwConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let HostGwConfig { external, ipv4_network, ipv6_network } = config;
+        let HostGwConfig { external, ipv4_network, ipv6_network, blackhole_route } = config;
         if ipv4_network.is_some() && external.public_ip != external.addr {
             let show = |ip: Option<Ipv4Addr>| ip.map_or("none".to_owned(), |ip| ip.to_string());
             return Err(BackendError::Config(format!(
@@ -105,6 +108,7 @@ impl HostGwBackend {
             public_ipv6: external.public_ipv6.filter(|_| ipv6_network.is_some()),
             external,
             networks,
+            blackhole_route,
             mirror,
             metrics,
             on_link: OnLink::default(),
@@ -178,8 +182,9 @@ impl HostGwBackend {
         self.look_at_interface()?;
         self.on_link.ask(&mut self.mirror, peers, &[]);
         let segment = Segment::new(&self.mirror, &self.external.name, &self.on_link)?;
-        let Compiled { wanted, problems, served } =
+        let Compiled { mut wanted, problems, served } =
             peers::compile(peers, lease.subnets, &self.networks, &segment);
+        wanted.blackhole_own = self.blackhole_route;
         report.problems.extend(problems);
         report.peers_applied = served;
         let plan = wanted.plan(self.mirror.tables());

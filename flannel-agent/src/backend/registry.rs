@@ -72,6 +72,7 @@ fn extension(parts: Parts<'_>) -> Made {
 
 fn host_gw(parts: Parts<'_>) -> Made {
     let config = HostGwConfig {
+        blackhole_route: parts.options.firewall.ip_blackhole_route,
         external: parts.external,
         ipv4_network: parts.config.ipv4.map(|settings| settings.network),
         ipv6_network: parts.config.ipv6.map(|settings| settings.network),
@@ -81,6 +82,7 @@ fn host_gw(parts: Parts<'_>) -> Made {
 
 fn udp(parts: Parts<'_>) -> Made {
     let config = UdpConfig {
+        blackhole_route: parts.options.firewall.ip_blackhole_route,
         options: UdpOptions::parse(&parts.config.backend)?,
         external: parts.external,
         ipv4_network: parts.config.ipv4.map(|settings| settings.network),
@@ -96,6 +98,7 @@ fn vxlan(parts: Parts<'_>) -> Made {
         ipv4_network: config.ipv4.map(|settings| settings.network),
         ipv6_network: config.ipv6.map(|settings| settings.network),
         state_dir: options.files.state_dir.clone(),
+        blackhole_route: options.firewall.ip_blackhole_route,
         fast_path: FastPathConfig {
             enabled: options.datapath.mode != DatapathMode::Kernel,
             demanded: options.datapath.mode == DatapathMode::Ebpf,

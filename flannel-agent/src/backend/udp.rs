@@ -1,6 +1,7 @@
-//! The udp backend: specification §7.3. Bare IPv4 packets in UDP, carried by a thread of ours
+//! The udp backend: specification §7.3. Bare IPv4 packets in UDP, carried by threads of ours
 //! between a TUN device and a socket. Slow, and flannel's default when no backend is named.
 
+mod batch;
 mod counters;
 mod forwarder;
 mod options;
@@ -12,13 +13,14 @@ use std::{
     collections::BTreeMap,
     io,
     net::{Ipv4Addr, SocketAddrV4, UdpSocket},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
 use async_trait::async_trait;
 use ipnet::Ipv4Net;
 use serde_json::{Value, json};
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
@@ -62,6 +64,8 @@ pub struct UdpConfig {
     pub external: ExternalInterface,
     /// The cluster's IPv4 network, if IPv4 is enabled.
     pub ipv4_network: Option<Ipv4Net>,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// A device and the thread that serves it. The fields are dropped in this order: the thread has
@@ -82,6 +86,7 @@ pub struct UdpBackend {
     network: Ipv4Net,
     mirror: Mirror,
     metrics: Metrics,
+    blackhole_route: bool,
     socket: Option<UdpSocket>,
     tunnel: Option<Tunnel>,
     shared: Arc<Shared>,
@@ -104,7 +109,7 @@ impl UdpBackend {
     /// # Errors
     /// [`BackendError::Config`] without IPv4, [`BackendError::Kernel`] if netlink is refused.
     pub fn new(config: UdpConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let UdpConfig { options, external, ipv4_network } = config;
+        let UdpConfig { options, external, ipv4_network, blackhole_route } = config;
         let network = ipv4_network.ok_or_else(|| {
             BackendError::Config(
                 "Backend.Type udp carries IPv4 only, and EnableIPv4 is false".to_owned(),
@@ -127,6 +132,7 @@ impl UdpBackend {
             network,
             mirror,
             metrics,
+            blackhole_route,
             socket: None,
             tunnel: None,
             shared: Arc::default(),
@@ -241,6 +247,7 @@ impl UdpBackend {
             devices: vec![link],
             networks: vec![self.network.into()],
             own: vec![own.into()],
+            blackhole_own: self.blackhole_route,
             complete,
             ..Wanted::default()
         }
@@ -258,12 +265,18 @@ impl UdpBackend {
             return Ok(());
         }
         tunnel.forwarder = None;
-        let path =
-            tunnel.tun.file.try_clone().and_then(|tun| {
-                Ok(Path { tun, tun_ip, socket: socket.try_clone()?, port: self.port })
-            });
-        let started = path.and_then(|path| Forwarder::start(path, Arc::clone(&self.shared)));
+        let path = tunnel.tun.file.try_clone().and_then(|tun| {
+            Ok(Path {
+                tun,
+                tun_ip,
+                socket: socket.try_clone()?,
+                icmp: icmp_socket(),
+                port: self.port,
+            })
+        });
+        let started = path.and_then(|path| Forwarder::start(path, &self.shared));
         let started = started.map_err(|err| format!("cannot start forwarding: {err}"))?;
+        info!("forwarding as {tun_ip}");
         tunnel.forwarder = Some(started);
         tunnel.forwards_as = Some(tun_ip);
         Ok(())
@@ -306,6 +319,7 @@ impl UdpBackend {
         self.underlay = self.target_mtu();
         let mtu = self.underlay.clone()?;
         self.mtu = mtu;
+        self.shared.mtu.store(u16::try_from(mtu).unwrap_or(u16::MAX), Ordering::Relaxed);
         let link = self.link().ok_or("the device was removed again at once")?.clone();
         let changes = self.device_changes(&link, mtu, own);
         report.changes += self.run(changes, &format!("set up device {}", link.name))?;
@@ -382,6 +396,14 @@ impl Backend for UdpBackend {
             let due = self.next_pass;
             tokio::select! {
                 () = self.mirror.readable() => {}
+                () = self.shared.ended.notified() => {
+                    let alive = |tunnel: &Tunnel| tunnel.forwarder.as_ref().is_some_and(Forwarder::alive);
+                    // The word may be of threads that have been replaced meanwhile.
+                    if self.tunnel.as_ref().is_some_and(|tunnel| !alive(tunnel)) {
+                        self.repairing = true;
+                        return;
+                    }
+                }
                 () = tokio::time::sleep_until(due) => {
                     self.mirror.distrust();
                     return;
@@ -405,6 +427,10 @@ impl Backend for UdpBackend {
         self.mtu
     }
 
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.port)
+    }
+
     fn status(&self) -> Value {
         let link = self.link();
         let device = self.tunnel.as_ref().map(|tunnel| {
@@ -426,6 +452,19 @@ impl Backend for UdpBackend {
             "packets": self.shared.counters.to_json(),
         })
     }
+}
+
+/// A socket to send ICMP errors with their own header. Without `CAP_NET_RAW` there is none.
+fn icmp_socket() -> Option<Socket> {
+    // Of this protocol a socket only sends.
+    let raw = Protocol::from(libc::IPPROTO_RAW);
+    let opened = Socket::new(Domain::IPV4, Type::RAW, Some(raw))
+        .and_then(|socket| socket.set_nonblocking(true).map(|()| socket));
+    opened
+        .inspect_err(|err| {
+            info!("pods are not told of destinations that no node has: {err} (CAP_NET_RAW)");
+        })
+        .ok()
 }
 
 /// The kernel's word about a TUN device, with what it usually means.

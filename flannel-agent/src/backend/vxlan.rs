@@ -71,6 +71,8 @@ pub struct VxlanConfig {
     pub state_dir: PathBuf,
     /// The eBPF programs beside the kernel's device.
     pub fast_path: FastPathConfig,
+    /// Whether a black hole stands behind our own subnets.
+    pub blackhole_route: bool,
 }
 
 /// The backend.
@@ -112,8 +114,15 @@ struct Counts {
 impl VxlanBackend {
     /// Opens the sockets; changes nothing yet.
     pub fn new(config: VxlanConfig, metrics: Metrics) -> Result<Self, BackendError> {
-        let VxlanConfig { options, external, ipv4_network, ipv6_network, state_dir, fast_path } =
-            config;
+        let VxlanConfig {
+            options,
+            external,
+            ipv4_network,
+            ipv6_network,
+            state_dir,
+            fast_path,
+            blackhole_route,
+        } = config;
         let vni = options.vni;
         let device = |family, name: String, network: IpNet, public: Option<IpAddr>| {
             let state = StateFile::new(&state_dir, &name, public);
@@ -143,7 +152,7 @@ impl VxlanBackend {
             devices,
             targets: HashMap::new(),
             mirror,
-            compiler: Compiler::default(),
+            compiler: Compiler::new(blackhole_route),
             metrics,
             on_link: OnLink::default(),
             taken: BTreeSet::new(),
@@ -630,6 +639,10 @@ impl Backend for VxlanBackend {
 
     fn mtu(&self) -> u32 {
         self.targets.values().map(|target| target.mtu).min().unwrap_or(0)
+    }
+
+    fn tunnel_port(&self) -> Option<u16> {
+        Some(self.options.port)
     }
 
     fn status(&self) -> Value {

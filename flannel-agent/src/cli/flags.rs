@@ -10,10 +10,13 @@ use std::{
 
 use clap::{ArgAction, Args, ValueEnum};
 
+use ipnet::IpNet;
+
 use super::{
     Note,
     go_syntax::{parse_bool, parse_int, parse_port},
 };
+use crate::firewall::{FirewallPolicy, ForwardPosition};
 
 /// Where the control socket is unless a flag says otherwise.
 pub const DEFAULT_CONTROL_SOCKET: &str = "/run/flannel/agent.sock";
@@ -364,6 +367,13 @@ pub struct FirewallFlags {
         value_parser = parse_bool
     )]
     pub forward_rules: bool,
+    /// Reach this destination with the pod's own address, without masquerading. May be repeated.
+    #[arg(long, value_name = "CIDR", action = ArgAction::Append, value_parser = parse_excluded)]
+    pub masq_exclude: Vec<IpNet>,
+    /// Where iptables' FORWARD chain jumps to our accept rules: before all others, after what is
+    /// there, not at all.
+    #[arg(long, value_name = "PLACE", value_enum, default_value_t)]
+    pub forward_position: ForwardPosition,
     /// Keep a blackhole route for our own subnet, so that packets to absent pods do not loop.
     #[arg(
         long,
@@ -375,6 +385,18 @@ pub struct FirewallFlags {
         value_parser = parse_bool
     )]
     pub ip_blackhole_route: bool,
+}
+
+impl FirewallFlags {
+    /// What the rules are to do.
+    pub fn policy(&self) -> FirewallPolicy {
+        FirewallPolicy {
+            masquerade: self.ip_masq,
+            fully_random: !self.ip_masq_fully_random_disable,
+            forward: if self.forward_rules { self.forward_position } else { ForwardPosition::None },
+            exclude: self.masq_exclude.clone(),
+        }
+    }
 }
 
 /// Flags of the health port and metrics.
@@ -514,6 +536,14 @@ fn without_userinfo(text: &str) -> String {
         None => url.to_owned(),
     };
     text.split(',').map(mask).collect::<Vec<_>>().join(",")
+}
+
+fn parse_excluded(text: &str) -> Result<IpNet, String> {
+    let net: IpNet = text.parse().map_err(|_| "expected a network, ADDRESS/LENGTH".to_owned())?;
+    if net.prefix_len() == 0 {
+        return Err("this is every address: leave --ip-masq out instead".to_owned());
+    }
+    Ok(net.trunc())
 }
 
 fn parse_bind_ip(text: &str) -> Result<IpAddr, String> {

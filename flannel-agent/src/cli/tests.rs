@@ -46,6 +46,7 @@ const OURS: &[(&str, &str)] = &[
     ("peer-filter", "default"),
     ("bpf-pin-dir", "/sys/fs/bpf/flannel"),
     ("local-subnet-mgr", ""),
+    ("forward-position", "last"),
     ("state-dir", "/var/lib/flannel"),
     ("control-socket", "/run/flannel/agent.sock"),
     ("metrics-address", ""),

@@ -105,6 +105,16 @@ fn text(status: &Status, now: SystemTime) -> String {
         };
         line("data path", &format!("{}{reason}", datapath.mode));
     }
+    if let Some(firewall) = &status.firewall {
+        let state = if firewall.in_place { "in place" } else { "not in place" };
+        line("firewall", format!("{} {state}", firewall.renderer).trim_start());
+        for problem in &firewall.problems {
+            line("problem", problem);
+        }
+        for warning in &firewall.warnings {
+            line("warning", warning);
+        }
+    }
     line("peers", &format!("{} of {} in place", status.peers_applied, status.peers_wanted));
     for problem in &status.problems {
         line("problem", problem);
@@ -240,7 +250,9 @@ mod tests {
     use super::*;
     use crate::{
         cli::ClientArgs,
-        telemetry::status::{DatapathStatus, InterfaceStatus, LeaseStatus, Missing, StoreStatus},
+        telemetry::status::{
+            DatapathStatus, FirewallStatus, InterfaceStatus, LeaseStatus, Missing, StoreStatus,
+        },
     };
 
     #[test]
@@ -268,6 +280,13 @@ mod tests {
             backend_type: "vxlan".into(),
             backend: json!({"device": "flannel.1", "vni": 1}),
             datapath: Some(DatapathStatus { mode: "kernel".into(), reason: "no bpffs".into() }),
+            firewall: Some(FirewallStatus {
+                renderer: "nftables".into(),
+                in_place: true,
+                changes: 1,
+                problems: Vec::new(),
+                warnings: vec!["a chain drops".into()],
+            }),
             peers_wanted: 7,
             peers_applied: 5,
             problems: vec!["two peers claim a MAC".into()],
@@ -281,6 +300,8 @@ lease       10.77.1.0/24 and fd77:0:0:1::/64, ends in 1 d 0 h unless renewed
 interface   eth0, MTU 1500, 10.0.2.15, peers send to 192.0.2.11
 backend     vxlan device=flannel.1 vni=1
 data path   kernel (no bpffs)
+firewall    nftables in place
+warning     a chain drops
 peers       5 of 7 in place
 problem     two peers claim a MAC
 ";

@@ -142,6 +142,24 @@ fn what_an_earlier_flanneld_left_is_adopted_or_removed() {
 }
 
 #[test]
+fn a_black_hole_stands_behind_the_bridges_route_while_it_is_wanted() {
+    let mut wanted = wanted_with(&[2]);
+    let mut tables = Tables::default();
+    let bridge = route("10.77.1.0/24", Via::Link(7), KERNEL_PROTOCOL);
+    tables.routes.insert(bridge);
+    settle(&wanted, &mut tables);
+    wanted.blackhole_own = true;
+    let changes = settle(&wanted, &mut tables);
+    let [Change::SetRoute(hole)] = changes[..] else { panic!("{changes:?}") };
+    assert_eq!((hole.via, hole.destination), (Via::Blackhole, bridge.destination));
+    assert!(hole.metric > bridge.metric);
+    assert_eq!(settle(&wanted, &mut tables), []);
+    wanted.blackhole_own = false;
+    assert_eq!(settle(&wanted, &mut tables), [Change::RemoveRoute(hole)]);
+    assert!(tables.routes.contains(&bridge));
+}
+
+#[test]
 fn a_peers_subnet_that_somebody_routes_elsewhere_is_left_to_them() {
     let wanted = wanted_with(&[2]);
     let theirs = route("10.77.2.0/24", through(2, "192.0.2.77"), 4);

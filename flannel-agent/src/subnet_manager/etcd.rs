@@ -2,23 +2,25 @@
 
 mod claim;
 mod client;
+mod connect;
 mod endpoint;
 mod failure;
 mod held;
 mod lease_keeper;
+pub mod migrate;
 mod registry;
+mod v2;
 mod watch;
 
 use std::{cell::RefCell, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use tokio::sync::{Notify, mpsc};
-use tracing::warn;
 
 pub use self::endpoint::Password;
 use self::{
     client::EtcdClient,
-    endpoint::{Endpoint, TlsFiles},
+    connect::Access,
     held::{Held, Term},
     registry::{Keys, Listing, Registry, Version},
 };
@@ -76,32 +78,13 @@ impl EtcdSubnetManager {
     /// [`StoreError::Fatal`] for unusable endpoint URLs, unreadable TLS files, and a password
     /// without a user.
     pub fn new(options: EtcdOptions, metrics: Metrics) -> Result<Self, StoreError> {
-        let set = |path: Option<PathBuf>| path.filter(|path| !path.as_os_str().is_empty());
-        let tls = TlsFiles {
-            key: set(options.keyfile),
-            cert: set(options.certfile),
-            ca: set(options.cafile),
-        };
-        let endpoints = Endpoint::parse_all(&options.endpoints, &tls).map_err(StoreError::Fatal)?;
-        let user = match (options.username.filter(|name| !name.is_empty()), options.password) {
-            (Some(name), Some(password)) if !password.is_empty() => Some((name, password)),
-            (None, Some(password)) if !password.is_empty() => {
-                return Err(StoreError::Fatal(
-                    "-etcd-password is given without -etcd-username: give both".to_owned(),
-                ));
-            }
-            (Some(name), _) => {
-                // As flanneld does: both or no authentication.
-                warn!("-etcd-username {name} is ignored: there is no -etcd-password");
-                None
-            }
-            (None, _) => None,
-        };
+        let Access { endpoints, tls, user } = connect::access(&options)?;
+        let EtcdOptions { prefix, lease_ttl, renew_margin, .. } = options;
         let client = EtcdClient::new(endpoints, tls, user, metrics.clone());
         Ok(Self {
-            registry: Registry::new(client, Keys::new(&options.prefix), metrics),
-            lease_ttl: options.lease_ttl,
-            renew_margin: options.renew_margin,
+            registry: Registry::new(client, Keys::new(&prefix), metrics),
+            lease_ttl,
+            renew_margin,
             held: RefCell::default(),
             held_changed: Notify::new(),
             recent: RefCell::default(),

@@ -2,18 +2,23 @@
 
 use std::time::SystemTime;
 
+use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{health::Condition, metrics::epoch_seconds};
 use crate::{
     external_interface::ExternalInterface,
+    firewall::FirewallReport,
     lease::Lease,
     subnet_manager::{Connection, GrantedLease},
 };
 
 /// Where the servers get the state from that only the agent's loop has.
+#[async_trait(?Send)]
 pub trait StateSource {
+    /// Has what changes without the loop's doing (counters) looked at, before it is shown.
+    async fn freshen(&self) {}
     /// The state now.
     fn status(&self) -> Status;
     /// All peers, as a JSON array of objects.
@@ -44,6 +49,8 @@ pub struct Status {
     pub backend: Value,
     /// The rung of the data path in use.
     pub datapath: Option<DatapathStatus>,
+    /// The firewall's rules.
+    pub firewall: Option<FirewallStatus>,
     /// Peers the store asks for.
     pub peers_wanted: usize,
     /// Peers fully in place.
@@ -142,6 +149,28 @@ impl From<&ExternalInterface> for InterfaceStatus {
             addresses: text(interface.addr, interface.addr_v6),
             public_addresses: text(interface.public_ip, interface.public_ipv6),
         }
+    }
+}
+
+/// The firewall's rules.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FirewallStatus {
+    /// Which tool's rules they are.
+    pub renderer: String,
+    /// Whether they are as wanted.
+    pub in_place: bool,
+    /// Transactions written since the start.
+    pub changes: usize,
+    /// Why they are not in place.
+    pub problems: Vec<String>,
+    /// Rules of others that keep ours from having their effect, and the like.
+    pub warnings: Vec<String>,
+}
+
+impl From<&FirewallReport> for FirewallStatus {
+    fn from(report: &FirewallReport) -> Self {
+        let FirewallReport { renderer, in_place, changes, problems, warnings, .. } = report.clone();
+        Self { renderer, in_place, changes, problems, warnings }
     }
 }
 

@@ -295,6 +295,7 @@ fn config(options: &str, dual_stack: bool, state_dir: PathBuf) -> VxlanConfig {
             mode: FastPathMode::Auto,
             filter: PeerFilter::Default,
         },
+        blackhole_route: false,
         state_dir,
     }
 }

@@ -24,12 +24,16 @@ pub enum Candidate {
     OursFlows,
     /// The same with --xdp native
     OursXdpFlows,
+    /// Our agent's udp backend
+    OursUdp,
+    /// A plain proxy in its place, one packet per system call
+    PlainUdp,
     /// The flanneld that --flanneld names
     Flanneld,
 }
 
 /// All of them, in the order of reports.
-pub const ALL: [Candidate; 9] = [
+pub const ALL: [Candidate; 11] = [
     Candidate::Host,
     Candidate::HostGw,
     Candidate::KernelVxlan,
@@ -38,6 +42,8 @@ pub const ALL: [Candidate; 9] = [
     Candidate::OursStack,
     Candidate::OursFlows,
     Candidate::OursXdpFlows,
+    Candidate::OursUdp,
+    Candidate::PlainUdp,
     Candidate::Flanneld,
 ];
 
@@ -51,6 +57,7 @@ impl Candidate {
     pub fn agent_flags(self) -> Option<&'static [&'static str]> {
         match self {
             Self::OursKernel => Some(&["--datapath=kernel"]),
+            Self::OursUdp => Some(&[]),
             Self::OursStack => Some(&["--datapath=ebpf", "--fast-path=stack", "--xdp=off"]),
             Self::OursFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=off"]),
             Self::OursXdpFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=native"]),
@@ -61,6 +68,14 @@ impl Candidate {
     /// Whether an agent with this status document really does what this candidate stands for. If
     /// not, why not, as far as the agent tells.
     pub fn is_in_use(self, status: &Value) -> Result<(), String> {
+        if self == Self::OursUdp {
+            let forwarding = &status["backend"]["devices"][0]["forwarding"];
+            return if *forwarding == true {
+                Ok(())
+            } else {
+                Err("it does not forward".to_owned())
+            };
+        }
         let datapath = &status["datapath"];
         let mode = datapath["mode"].as_str().unwrap_or("unknown");
         let reason = match datapath["reason"].as_str() {
@@ -110,7 +125,7 @@ mod tests {
         assert_eq!(
             ALL.map(Candidate::name).join(" "),
             "host host-gw kernel-vxlan kernel-flowtable ours-kernel ours-stack ours-flows \
-             ours-xdp-flows flanneld"
+             ours-xdp-flows ours-udp plain-udp flanneld"
         );
     }
 

@@ -84,6 +84,7 @@ impl Site {
             (Candidate::HostGw, _) => paths::host_gw(nodes)?,
             (Candidate::KernelVxlan, _) => paths::kernel_vxlan(nodes)?,
             (Candidate::KernelFlowtable, _) => paths::kernel_flowtable(nodes)?,
+            (Candidate::PlainUdp, _) => paths::plain_udp(nodes)?,
             (Candidate::Flanneld, Some(binary)) => paths::flanneld(&lab, nodes, binary)?,
             (Candidate::Flanneld, None) => {
                 return Ok(Outcome::Skipped("no --flanneld PATH was given".to_owned()));

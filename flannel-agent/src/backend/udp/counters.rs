@@ -4,14 +4,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde_json::{Value, json};
 
-/// A number of packets. One thread counts, another reads.
+/// A number of packets. Some threads count, another reads.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
     /// One more.
     pub fn add(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        self.add_many(1);
+    }
+
+    /// So many more.
+    pub fn add_many(&self, count: usize) {
+        self.0.fetch_add(count as u64, Ordering::Relaxed);
     }
 
     /// How many so far.
@@ -33,6 +38,8 @@ pub struct Counters {
     pub not_ipv4: Counter,
     /// Received without a complete IPv4 header.
     pub malformed: Counter,
+    /// Received, longer than the device's MTU and not to be fragmented.
+    pub too_long: Counter,
     /// Had no time to live left, in either direction.
     pub ttl_expired: Counter,
     /// The socket did not take it.
@@ -51,6 +58,7 @@ impl Counters {
                 "no_peer": self.no_peer.get(),
                 "not_ipv4": self.not_ipv4.get(),
                 "malformed": self.malformed.get(),
+                "too_long": self.too_long.get(),
                 "ttl_expired": self.ttl_expired.get(),
                 "send_failed": self.send_failed.get(),
                 "write_failed": self.write_failed.get(),

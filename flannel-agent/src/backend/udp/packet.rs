@@ -5,8 +5,8 @@ use std::net::Ipv4Addr;
 /// Length of an IPv4 header without options, in bytes (RFC 791).
 pub const MIN_HEADER: usize = 20;
 
-/// Longest "net unreachable": its own headers, the longest IPv4 header and eight bytes after it.
-pub const MAX_UNREACHABLE: usize = MIN_HEADER + ICMP_HEADER + MAX_HEADER + QUOTED;
+/// Longest ICMP error: its own headers, the longest IPv4 header and eight bytes after it.
+pub const MAX_ERROR: usize = MIN_HEADER + ICMP_HEADER + MAX_HEADER + QUOTED;
 
 /// Longest IPv4 header: fifteen words.
 const MAX_HEADER: usize = 60;
@@ -94,12 +94,37 @@ impl<'a> Packet<'a> {
             && !several(destination)
     }
 
+    /// Whether "do not fragment" is set.
+    pub fn dont_fragment(&self) -> bool {
+        self.bytes[6] & 0x40 != 0
+    }
+
     /// Writes "net unreachable" from `source` into `answer` and returns its length in bytes;
     /// `None` if this packet may not be answered.
-    pub fn unreachable(
+    pub fn unreachable(&self, source: Ipv4Addr, answer: &mut [u8; MAX_ERROR]) -> Option<usize> {
+        // Code 0, "net".
+        self.error(source, 0, 0, answer)
+    }
+
+    /// Writes "fragmentation needed" (RFC 1191) for a link of `mtu` bytes, else as
+    /// [`unreachable`](Self::unreachable).
+    pub fn too_long(
         &self,
         source: Ipv4Addr,
-        answer: &mut [u8; MAX_UNREACHABLE],
+        mtu: u16,
+        answer: &mut [u8; MAX_ERROR],
+    ) -> Option<usize> {
+        // Code 4, "fragmentation needed and DF set".
+        self.error(source, 4, mtu, answer)
+    }
+
+    /// Writes "destination unreachable" with a code and its parameter.
+    fn error(
+        &self,
+        source: Ipv4Addr,
+        code: u8,
+        parameter: u16,
+        answer: &mut [u8; MAX_ERROR],
     ) -> Option<usize> {
         if !self.may_be_answered() {
             return None;
@@ -117,8 +142,10 @@ impl<'a> Packet<'a> {
         answer[16..20].copy_from_slice(&self.source().octets());
         let sum = checksum(&answer[..MIN_HEADER]);
         answer[10..12].copy_from_slice(&sum.to_be_bytes());
-        // Type 3, "destination unreachable", code 0, "net".
+        // Type 3, "destination unreachable".
         answer[MIN_HEADER] = 3;
+        answer[MIN_HEADER + 1] = code;
+        answer[MIN_HEADER + 6..MIN_HEADER + 8].copy_from_slice(&parameter.to_be_bytes());
         answer[MIN_HEADER + ICMP_HEADER..].copy_from_slice(&self.bytes[..quoted]);
         let sum = checksum(&answer[MIN_HEADER..]);
         answer[MIN_HEADER + 2..MIN_HEADER + 4].copy_from_slice(&sum.to_be_bytes());

@@ -38,6 +38,8 @@ pub struct Tunnel {
 #[derive(Debug, Default)]
 pub struct Compiler {
     macs: HashMap<RawJson, Result<MacAddr, String>>,
+    /// Whether our own subnets get blackhole routes (`--ip-blackhole-route`).
+    blackhole_own: bool,
     tunnels: Vec<Tunnel>,
     wanted: Wanted,
     /// Who claims what, to name both sides of a conflict.
@@ -68,6 +70,11 @@ enum Refusal {
 }
 
 impl Compiler {
+    /// A compiler that has seen no lease. `blackhole_own`: our own subnets get blackhole routes.
+    pub fn new(blackhole_own: bool) -> Self {
+        Self { blackhole_own, ..Self::default() }
+    }
+
     /// What the kernel is to have.
     pub fn wanted(&self) -> &Wanted {
         &self.wanted
@@ -127,12 +134,14 @@ impl Compiler {
     ) {
         *self = Self {
             macs: std::mem::take(&mut self.macs),
+            blackhole_own: self.blackhole_own,
             tunnels: tunnels.to_vec(),
             wanted: Wanted {
                 devices: tunnels.iter().map(|tunnel| tunnel.link).collect(),
                 networks: tunnels.iter().map(|tunnel| tunnel.network).collect(),
                 own: tunnels.iter().map(|tunnel| tunnel.own).collect(),
                 complete: peers.synced(),
+                blackhole_own: self.blackhole_own,
                 ..Wanted::default()
             },
             ..Self::default()

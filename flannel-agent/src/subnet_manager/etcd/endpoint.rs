@@ -77,7 +77,8 @@ impl TlsFiles {
     }
 }
 
-fn read_pem(path: &Path, flag: &str, label: &str) -> Result<Vec<u8>, String> {
+/// Reads a file that has to hold a PEM block of this label.
+pub(super) fn read_pem(path: &Path, flag: &str, label: &str) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let text = fs::read(path).map_err(|error| format!("cannot read {shown} ({flag}): {error}"))?;
     let wanted = format!("{label}-----");

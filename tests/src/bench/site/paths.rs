@@ -11,6 +11,7 @@ use crate::{
     lab::Segment,
     lease_store::{LeaseStore, LocalStore},
     process,
+    udp_proxy::UdpProxy,
     wait::eventually,
 };
 
@@ -20,6 +21,9 @@ const NETWORK: &str = "10.77.0.0/16";
 /// The network's configuration.
 const CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
+/// The same for the udp backend.
+const UDP_CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"udp"}}"#;
+
 /// Two nodes and what makes a path between them. Dropped in this order.
 #[derive(Debug)]
 pub struct Path {
@@ -27,6 +31,8 @@ pub struct Path {
     pub agents: Vec<Agent>,
     /// Agents of others.
     pub others: Vec<Process>,
+    /// Plain proxies.
+    pub _proxies: Vec<UdpProxy>,
     /// Where these find each other.
     pub _etcd: Option<Etcd>,
     /// Subnets and MTU for pods, if there are to be any.
@@ -37,7 +43,14 @@ pub struct Path {
 
 impl Path {
     fn by_hand(nodes: [Node; 2], envs: Option<[SubnetEnv; 2]>) -> Self {
-        Self { agents: Vec::new(), others: Vec::new(), _etcd: None, envs, nodes }
+        Self {
+            agents: Vec::new(),
+            others: Vec::new(),
+            _proxies: Vec::new(),
+            _etcd: None,
+            envs,
+            nodes,
+        }
     }
 
     /// The ends of all logs, for error messages.
@@ -63,6 +76,20 @@ pub fn host_gw(nodes: [Node; 2]) -> Result<Path> {
     }
     let [near, far] = subnets.map(|subnet| SubnetEnv::by_hand(Some(subnet), None, 1500));
     Ok(Path::by_hand(nodes, Some([near?, far?])))
+}
+
+/// Packets in UDP, carried by a plain proxy on either node.
+pub fn plain_udp(nodes: [Node; 2]) -> Result<Path> {
+    let subnets = ["10.77.1.0/24", "10.77.2.0/24"];
+    let proxies =
+        [UdpProxy::start(&nodes[0], subnets[0])?, UdpProxy::start(&nodes[1], subnets[1])?];
+    for (own, other) in [(0, 1), (1, 0)] {
+        let (key, lease) = proxies[other].lease();
+        proxies[own].learn(&key, &lease)?;
+        rules::install_flannel(&nodes[own], NETWORK, subnets[own])?;
+    }
+    let envs = [proxies[0].env()?, proxies[1].env()?];
+    Ok(Path { _proxies: proxies.into(), ..Path::by_hand(nodes, Some(envs)) })
 }
 
 /// The device, entries and rules that a flannel makes.
@@ -124,7 +151,7 @@ pub fn has_flowtables() -> Result<bool> {
 pub fn ours(lab: &Lab, nodes: [Node; 2], candidate: Candidate) -> Result<Path> {
     let flags = candidate.agent_flags().with_context(|| format!("{candidate} is not ours"))?;
     let store = LocalStore::new(lab)?;
-    store.put_config(CONFIG)?;
+    store.put_config(if candidate == Candidate::OursUdp { UDP_CONFIG } else { CONFIG })?;
     let mut all = store.flags();
     all.extend(flags.iter().map(|flag| (*flag).to_owned()));
     all.push("--ip-masq".to_owned());

@@ -19,7 +19,7 @@ fn packet(ttl: u8, options: usize, payload: usize) -> Vec<u8> {
 }
 
 fn answer_to(bytes: &mut [u8]) -> Option<Vec<u8>> {
-    let mut answer = [0xff; MAX_UNREACHABLE];
+    let mut answer = [0xff; MAX_ERROR];
     let packet = Packet::new(bytes).expect("complete");
     let len = packet.unreachable(Ipv4Addr::new(10, 5, 1, 0), &mut answer)?;
     Some(answer[..len].to_vec())
@@ -107,7 +107,7 @@ proptest! {
     /// Whatever comes in, nothing panics and an answer fits its own length field.
     #[test]
     fn any_bytes_are_survived(mut bytes in proptest::collection::vec(any::<u8>(), 0..120)) {
-        let mut answer = [0; MAX_UNREACHABLE];
+        let mut answer = [0; MAX_ERROR];
         if let Some(mut packet) = Packet::new(&mut bytes) {
             if let Some(len) = packet.unreachable(Ipv4Addr::LOCALHOST, &mut answer) {
                 prop_assert_eq!(usize::from(answer[3]), len);

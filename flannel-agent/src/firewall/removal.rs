@@ -1,0 +1,126 @@
+//! Taking our rules away: those of the renderer that is not in use, or all of them. What is in
+//! `nf_tables` goes by one netlink transaction, whatever programs are installed.
+
+use std::io;
+
+use super::{
+    fingerprint,
+    iptables::{self, PLACES, Place},
+    nfnetlink::{Deletion, NfTables, number},
+    nftables,
+    rules::{Family, ForwardPosition, RuleSet},
+    variant::{Kind, Variant},
+};
+
+/// Where rules of ours can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Realm {
+    /// Our own tables in `nf_tables`.
+    Nftables,
+    /// iptables' tables in `nf_tables`, or the legacy ones.
+    Iptables(Kind),
+}
+
+impl Realm {
+    /// All there are.
+    pub const ALL: [Self; 3] =
+        [Self::Nftables, Self::Iptables(Kind::Nft), Self::Iptables(Kind::Legacy)];
+}
+
+/// Removes what is ours in a realm. Returns how many objects went.
+pub async fn remove(nf: &mut NfTables, realm: Realm) -> Result<usize, String> {
+    let told = |err: io::Error| format!("cannot remove our rules from {}: {err}", name(realm));
+    let deletions = match realm {
+        Realm::Nftables => tables(nf),
+        Realm::Iptables(Kind::Nft) => chains(nf),
+        Realm::Iptables(Kind::Legacy) => return remove_legacy().await,
+    };
+    let deletions = deletions.map_err(told)?;
+    nf.delete(&deletions).map_err(told)?;
+    Ok(deletions.len())
+}
+
+/// How people call a realm.
+pub fn name(realm: Realm) -> &'static str {
+    match realm {
+        Realm::Nftables => "nftables",
+        Realm::Iptables(Kind::Nft) => "iptables (nf_tables)",
+        Realm::Iptables(Kind::Legacy) => "iptables (legacy)",
+    }
+}
+
+fn tables(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
+    let ours = |(family, name): &(u8, String)| {
+        Family::ALL.iter().any(|ours| number(*ours) == *family && nftables::table(*ours) == name)
+    };
+    let there = nf.tables()?.into_iter().filter(ours);
+    Ok(there.map(|(family, name)| Deletion::Table(family, name)).collect())
+}
+
+/// Jumps first, then the chains. A flanneld of the past left its chains in either table.
+fn chains(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
+    let mut deletions = Vec::new();
+    for family in Family::ALL.map(number) {
+        for table in PLACES.map(|place| place.table) {
+            for Place { chain, from, .. } in PLACES {
+                if nf.chain(family, table, chain)?.is_none() {
+                    continue;
+                }
+                let of = |name: &str| (family, table.to_owned(), name.to_owned());
+                for rule in nf.rules(family, table, Some(from))? {
+                    if rule.jump().as_deref() == Some(chain) {
+                        let (family, table, from) = of(from);
+                        deletions.push(Deletion::Rule(family, table, from, rule.handle));
+                    }
+                }
+                let (family, table, chain) = of(chain);
+                deletions.push(Deletion::Rules(family, table.clone(), chain.clone()));
+                deletions.push(Deletion::Chain(family, table, chain));
+            }
+        }
+    }
+    Ok(deletions)
+}
+
+/// Legacy tables are written as a whole by their own programs only.
+async fn remove_legacy() -> Result<usize, String> {
+    let there = fingerprint::of_legacy()
+        .map_err(|err| format!("cannot read the legacy iptables tables: {err}"))?;
+    if there.is_empty() {
+        return Ok(0);
+    }
+    let variant = Variant::of_kind(Kind::Legacy).await.ok_or(
+        "rules of ours are left in the legacy iptables tables, and iptables-legacy, which could \
+         remove them, is not installed",
+    )?;
+    let mut removed = 0;
+    for (family, chain) in there.into_keys() {
+        let Some(place) = fingerprint::place_of(chain) else { continue };
+        let nothing = RuleSet { family, masquerade: Vec::new(), forward: Vec::new() };
+        let work = async {
+            let found = iptables::read(&variant, family, place).await?;
+            let input = iptables::restore_input(&nothing, place, ForwardPosition::None, &found);
+            iptables::restore(&variant, family, &input).await
+        };
+        work.await.map_err(|err| format!("cannot remove {chain}: {err}"))?;
+        removed += 1;
+    }
+    Ok(removed)
+}
+
+/// Removes all rules of ours from this host, whichever renderer made them. Returns how many
+/// objects went and what could not be removed.
+pub async fn remove_all() -> (usize, Vec<String>) {
+    let mut nf = match NfTables::open() {
+        Ok(nf) => nf,
+        Err(err) => return (0, vec![format!("cannot open a netfilter socket: {err}")]),
+    };
+    let (mut removed, mut problems) = (0, Vec::new());
+    for realm in Realm::ALL {
+        match remove(&mut nf, realm).await {
+            Ok(count) => removed += count,
+            Err(problem) => problems.push(problem),
+        }
+    }
+    (removed, problems)
+}
