@@ -35,9 +35,15 @@ fn snapshot(node: &Node) -> Result<BTreeMap<String, String>> {
     Ok(seen)
 }
 
-/// What changes by itself.
+/// What changes by itself; and iptables' tables and chains, which `iptables` makes for whoever
+/// only looks, and which do nothing without a rule.
 fn of_no_account(line: &str) -> bool {
-    line.contains("expires") || line.contains("multicast") || line.starts_with("ff00::/8")
+    line.contains("expires")
+        || line.contains("multicast")
+        || line.starts_with("ff00::/8")
+        || line.starts_with("table ip")
+        || line.starts_with('}')
+        || ["\tchain ", "\t}", "\t\ttype filter"].iter().any(|start| line.starts_with(start))
 }
 
 fn same(before: &BTreeMap<String, String>, after: &BTreeMap<String, String>) -> Result<()> {

@@ -64,10 +64,10 @@ pub struct Readiness {
 
 /// How long the agent's loop sleeps at most. Who is stopped by SIGSTOP hears of it by SIGCONT;
 /// this is for machines that sleep and control groups that are frozen.
-pub const HEARTBEAT: Duration = Duration::from_secs(15);
+pub const HEARTBEAT: Duration = Duration::from_secs(30);
 
 /// A beat of the agent's loop this late means that the process was stopped or starved.
-pub const SUSPENDED_AFTER: Duration = Duration::from_secs(20);
+pub const SUSPENDED_AFTER: Duration = Duration::from_secs(35);
 
 /// Time since the machine's start. Unlike [`Instant`], it goes on while the machine sleeps.
 fn since_boot() -> Duration {
