@@ -5,10 +5,14 @@
 //! times the agent.
 
 pub mod arguments;
+pub mod bpf_programs;
 pub mod candidate;
+pub mod control_plane;
 pub mod cpu_time;
 pub mod datapath;
+pub mod frames;
 pub mod generators;
+pub mod micro;
 pub mod priority;
 pub mod report;
 pub mod site;
@@ -18,9 +22,13 @@ pub mod workload;
 
 use anyhow::Result;
 
-use self::arguments::Arguments;
+use self::arguments::{Arguments, Part};
 
 /// Does what the arguments ask for.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    datapath::run(&arguments.datapath)
+    match &arguments.part {
+        Some(Part::Micro(micro)) => micro::run(micro),
+        Some(Part::ControlPlane(control_plane)) => control_plane::run(control_plane),
+        None => datapath::run(&arguments.datapath),
+    }
 }

@@ -2,7 +2,6 @@
 
 use std::{
     fs,
-    path::PathBuf,
     process::{Command, Stdio},
 };
 
@@ -13,14 +12,8 @@ use flannel_lab::{
 };
 use nix::sys::signal::Signal;
 
-/// The measuring program, which cargo builds along with the stories.
-fn program() -> Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    let target = own.parent().and_then(|dir| dir.parent()).context("a test in no directory")?;
-    let program = target.join("examples/bench");
-    ensure!(program.exists(), "{} has not been built", program.display());
-    Ok(program)
-}
+/// The measuring program.
+const PROGRAM: &str = env!("CARGO_BIN_EXE_flannel-bench");
 
 /// The prefixes of the namespaces that it said it made.
 fn prefixes(said: &str) -> Vec<String> {
@@ -43,7 +36,7 @@ fn every_candidate_gets_a_row_for_every_workload_and_all_is_removed() -> Result<
         ["udp64", "rr_p50", "rr_p99", "cpu_gb"],
     );
     let output = status_and_output(
-        Command::new(program()?)
+        Command::new(PROGRAM)
             .args(["--rounds=1", "--turn=100", "--profile=wire"])
             .arg(format!("--candidates={},flanneld", candidates.join(",")))
             .arg(format!("--workloads={}", workloads.join(",")))
@@ -79,7 +72,7 @@ fn every_candidate_gets_a_row_for_every_workload_and_all_is_removed() -> Result<
 #[test]
 fn an_interrupted_benchmark_removes_all_it_made() -> Result<()> {
     let lab = Lab::new()?;
-    let mut command = Command::new(program()?);
+    let mut command = Command::new(PROGRAM);
     command.args(["--rounds=1000", "--candidates=host,kernel-vxlan", "--workloads=rr_p50"]);
     command.stdin(Stdio::null());
     let mut process = Process::spawn(command, &lab.run().dir().join("bench.log"), false)?;
@@ -109,7 +102,7 @@ fn a_candidate_that_is_not_really_in_use_is_skipped_with_the_reason() -> Result<
     )?;
     status_and_output(Command::new("chmod").arg("755").arg(&blunt))?;
     let output = status_and_output(
-        Command::new(program()?)
+        Command::new(PROGRAM)
             .args(["--rounds=1", "--turn=50", "--candidates=host,ours-flows", "--workloads=rr_p50"])
             .arg(format!("--json={}", json.display()))
             .env("FLANNEL_AGENT", &blunt),
@@ -122,5 +115,56 @@ fn a_candidate_that_is_not_really_in_use_is_skipped_with_the_reason() -> Result<
     );
     let rows: Vec<Value> = serde_json::from_str(&fs::read_to_string(&json)?)?;
     ensure!(rows.iter().all(|row| row["candidate"] == "host"), "{rows:?}");
+    Ok(())
+}
+
+/// Runs it with `--json` and returns the rows.
+fn rows_of(lab: &Lab, words: &[&str]) -> Result<Vec<Value>> {
+    let json = lab.run().dir().join("rows.json");
+    let mut command = Command::new(PROGRAM);
+    command.args(words).arg(format!("--json={}", json.display()));
+    let output = status_and_output(&mut command)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_str(&fs::read_to_string(&json)?)?)
+}
+
+#[test]
+fn each_attached_program_is_timed_and_its_verification_counted() -> Result<()> {
+    let lab = Lab::new()?;
+    let rows = rows_of(&lab, &["micro", "--rounds=2", "--repeat=1000"])?;
+    for (workload, unit) in [("udp64/", "ns/packet"), ("verified", "instructions")] {
+        let found = rows.iter().find(|row| {
+            let shown = row["workload"].as_str().is_some_and(|word| word.starts_with(workload));
+            row["candidate"] == "underlay_ingress" && shown && row["unit"] == unit
+        });
+        let found = found.with_context(|| format!("no {workload} in {rows:#?}"))?;
+        ensure!(found["median"].as_f64().is_some_and(|median| median > 0.0), "{found}");
+        ensure!(found["profile"] == "micro", "{found}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_agents_start_changes_and_idling_are_measured() -> Result<()> {
+    let lab = Lab::new()?;
+    let words = ["control-plane", "--peers=20", "--rounds=2", "--changes=3", "--idle=1"];
+    let rows = rows_of(&lab, &words)?;
+    for (workload, rounds) in [
+        ("first_echo", 2),
+        ("cold_start", 2),
+        ("cold_start_cpu", 2),
+        ("anonymous_memory", 2),
+        ("add_p50", 1),
+        ("move_p99", 1),
+        ("remove_etcd_reply_p50", 1),
+        ("idle_wake_ups", 1),
+    ] {
+        let found = rows.iter().find(|row| row["workload"] == workload);
+        let found = found.with_context(|| format!("no {workload} in {rows:#?}"))?;
+        ensure!(found["candidate"] == "ours" && found["profile"] == "control-plane", "{found}");
+        ensure!(found["rounds"] == rounds && found["ratio"].is_null(), "{found}");
+        ensure!(found["median"].as_f64().is_some_and(|median| median >= 0.0), "{found}");
+    }
     Ok(())
 }

@@ -1,18 +1,13 @@
 //! `cargo xtask bench`: builds the optimised agent and the part that measures, and becomes that.
 
-use std::{
-    env,
-    os::unix::process::CommandExt,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{env, os::unix::process::CommandExt, process::Command};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::tool;
 
-/// What measures, as an example of the lab's package.
-const EXAMPLE: &str = "bench";
+/// What measures, a program of the lab's package.
+const PROGRAM: &str = "flannel-bench";
 
 /// Builds and becomes it; returns only if that fails. It takes the same arguments as we do, so
 /// those are handed on as they are.
@@ -24,13 +19,9 @@ pub fn run() -> Result<()> {
     let agent = tool::build_agent(true)?;
     let mut build = tool::cargo();
     build.args(["build", "--locked", "--release", "--package", "flannel-lab"]);
-    tool::check(build.args(["--example", EXAMPLE]))?;
-    let program = example_beside(&agent).context("the agent was built in no directory")?;
+    tool::check(build.args(["--bin", PROGRAM]))?;
+    let program = agent.with_file_name(PROGRAM);
     let error =
         Command::new(&program).args(env::args_os().skip(2)).env("FLANNEL_AGENT", &agent).exec();
     bail!("cannot start {}: {error}", program.display())
-}
-
-fn example_beside(agent: &Path) -> Option<PathBuf> {
-    Some(agent.parent()?.join("examples").join(EXAMPLE))
 }

@@ -86,23 +86,47 @@ impl Candidate {
         if mode != wanted_mode {
             return Err(format!("the agent's data path is {mode}{reason}"));
         }
-        let programs = &status["backend"]["datapath"]["programs"];
         let fast_path = match self {
             Self::OursStack => "stack",
             Self::OursFlows | Self::OursXdpFlows => "flows",
             _ => return Ok(()),
         };
-        match programs["fast_path"].as_str() {
+        let backend = &status["backend"]["datapath"];
+        let programs = &backend["programs"];
+        match backend["fast_path"].as_str() {
             Some(word) if word == fast_path => {}
             Some(word) => {
-                let why = programs["why_not_flows"].as_str().unwrap_or("no reason given");
+                let why = programs["problem"].as_str().unwrap_or("no reason given");
                 return Err(format!("the agent's fast path is {word}: {why}"));
             }
             None => return Err("the agent has no fast path".to_owned()),
         }
-        if self == Self::OursXdpFlows && programs["xdp"] != "native" {
-            let why = programs["why_not_xdp"].as_str().unwrap_or("no reason given");
-            return Err(format!("the agent has no native XDP program in use: {why}"));
+        let in_xdp = |attached: &Value| {
+            attached["program"].as_str().is_some_and(|program| program.contains("xdp"))
+        };
+        let attached = programs["attached"].as_array();
+        if self == Self::OursXdpFlows && !attached.is_some_and(|all| all.iter().any(in_xdp)) {
+            return Err("the agent has no XDP program attached".to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl Candidate {
+    /// Whether an agent with this status document has sent packets the way that this candidate
+    /// stands for. If not, why not, as far as the agent tells.
+    pub fn has_carried(self, status: &Value) -> Result<(), String> {
+        let programs = &status["backend"]["datapath"]["programs"];
+        let encapsulates = matches!(self, Self::OursStack | Self::OursFlows | Self::OursXdpFlows);
+        let flows = matches!(self, Self::OursFlows | Self::OursXdpFlows);
+        if encapsulates
+            && programs["outcomes"]["encapsulated"]["packets"].as_u64().unwrap_or(0) == 0
+        {
+            return Err("the programs have encapsulated nothing".to_owned());
+        }
+        if flows && programs["flows"]["promotions"].as_u64().unwrap_or(0) == 0 {
+            let why = programs["flows"]["last_refusal"].as_str().unwrap_or("no reason given");
+            return Err(format!("no flow was promoted: {why}"));
         }
         Ok(())
     }
@@ -135,21 +159,39 @@ mod tests {
         assert_eq!(Candidate::OursKernel.is_in_use(&kernel), Ok(()));
         let why = Candidate::OursFlows.is_in_use(&kernel).unwrap_err();
         assert!(why.contains("no BPF"), "{why}");
-        let status = |programs: Value| {
+        let status = |fast_path: Value, programs: Value| {
             json!({"datapath": {"mode": "ebpf", "reason": ""},
-                "backend": {"datapath": {"programs": programs}}})
+                "backend": {"datapath": {"fast_path": fast_path, "programs": programs}}})
         };
-        assert!(Candidate::OursKernel.is_in_use(&status(json!({}))).is_err());
-        assert!(Candidate::OursStack.is_in_use(&status(json!({}))).is_err());
-        let stack = status(json!({"fast_path": "stack", "why_not_flows": "conntrack"}));
+        let none = status(Value::Null, json!({}));
+        assert!(Candidate::OursKernel.is_in_use(&none).is_err());
+        assert!(Candidate::OursStack.is_in_use(&none).is_err());
+        let stack = status(json!("stack"), json!({"problem": "no conntrack"}));
         assert_eq!(Candidate::OursStack.is_in_use(&stack), Ok(()));
         let why = Candidate::OursFlows.is_in_use(&stack).unwrap_err();
-        assert!(why.contains("conntrack"), "{why}");
-        let flows = status(json!({"fast_path": "flows"}));
+        assert!(why.contains("no conntrack"), "{why}");
+        let tc = json!({"attached": [{"program": "pod_ingress", "hook": "tcx"}]});
+        let flows = status(json!("flows"), tc);
         assert_eq!(Candidate::OursFlows.is_in_use(&flows), Ok(()));
         assert!(Candidate::OursStack.is_in_use(&flows).is_err());
         assert!(Candidate::OursXdpFlows.is_in_use(&flows).is_err());
-        let xdp = status(json!({"fast_path": "flows", "xdp": "native"}));
-        assert_eq!(Candidate::OursXdpFlows.is_in_use(&xdp), Ok(()));
+        let xdp = json!({"attached": [{"program": "underlay_xdp", "hook": "native"}]});
+        assert_eq!(Candidate::OursXdpFlows.is_in_use(&status(json!("flows"), xdp)), Ok(()));
+    }
+
+    #[test]
+    fn a_fast_path_that_carried_nothing_is_found_out() {
+        let status = |packets: u32, promotions: u32| {
+            json!({"backend": {"datapath": {"programs": {
+                "outcomes": {"encapsulated": {"packets": packets}},
+                "flows": {"promotions": promotions, "last_refusal": "not assured"},
+            }}}})
+        };
+        assert_eq!(Candidate::OursKernel.has_carried(&json!({})), Ok(()));
+        assert!(Candidate::OursStack.has_carried(&status(0, 0)).is_err());
+        assert_eq!(Candidate::OursStack.has_carried(&status(1, 0)), Ok(()));
+        let why = Candidate::OursFlows.has_carried(&status(1, 0)).unwrap_err();
+        assert!(why.contains("not assured"), "{why}");
+        assert_eq!(Candidate::OursFlows.has_carried(&status(1, 1)), Ok(()));
     }
 }

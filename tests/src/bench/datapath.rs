@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -12,6 +13,7 @@ use super::{
     arguments,
     candidate::{self, Candidate},
     cpu_time::CpuUsage,
+    generators::udp_flood::Flow,
     priority,
     report::{self, Row},
     site::{Outcome, Profile, Site},
@@ -34,6 +36,12 @@ const WORKLOADS: [Workload; 9] = [
     Workload::CpuGb,
     Workload::CpuMpkt,
 ];
+
+/// How often something small goes both ways in a UDP flow.
+const GREETING_PAUSE: Duration = Duration::from_millis(100);
+
+/// How old UDP flows are before the first turn: conntrack calls one established after two seconds.
+const FLOW_AGE: Duration = Duration::from_millis(2600);
 
 /// One figure's value in each round; none where a turn failed.
 type Series = BTreeMap<(Candidate, Workload), Vec<Option<f64>>>;
@@ -94,43 +102,76 @@ pub fn measure(arguments: &arguments::Datapath) -> Result<Measured> {
             }
         }
     }
-    let traffics: BTreeSet<Traffic> = workloads.iter().map(|w| w.traffic()).collect();
-    let cpus = two_cpus()?;
-    let usage = CpuUsage::of_cpus(&cpus)?;
-    priority::raise_group()?;
-    let (mut series, mut failures) = (Series::new(), Vec::new());
-    for round in 0..arguments.rounds as usize {
-        for traffic in &traffics {
-            for turn in 0..sites.len() {
-                let (candidate, site) = &sites[(turn + round) % sites.len()];
-                let time = Duration::from_millis(arguments.turn);
-                let figures = match traffic.measure(&site.ends(cpus), &usage, time) {
-                    Ok(figures) => figures,
-                    Err(error) => {
-                        failures.push(format!("{candidate}, round {}: {error:#}", round + 1));
-                        continue;
-                    }
-                };
-                for (workload, value) in figures {
-                    let values = series.entry((*candidate, workload)).or_default();
-                    values.resize(round, None);
-                    values.push(Some(value));
-                }
-            }
-        }
-        println!("round {} of {}", round + 1, arguments.rounds);
-    }
+    let (mut series, failures) = take_turns(arguments, &workloads, &sites)?;
     sites.retain(|(candidate, site)| {
-        let reason = match site.why_not_in_use() {
-            Ok(None) => return true,
-            Ok(Some(reason)) => reason,
-            Err(error) => format!("{error:#}"),
+        let reason = match (site.why_not_in_use(), site.why_not_used()) {
+            (Ok(None), Ok(None)) => return true,
+            (Ok(Some(reason)), _) | (_, Ok(Some(reason))) => reason,
+            (Err(error), _) | (_, Err(error)) => format!("{error:#}"),
         };
-        skipped.push((*candidate, format!("not in use any more after the rounds: {reason}")));
+        println!("{candidate}: not what it stands for after the rounds: {reason}");
+        skipped.push((*candidate, format!("after the rounds: {reason}")));
         series.retain(|(of, _), _| of != candidate);
         false
     });
     Ok(Measured { rows: rows(arguments.profile, &workloads, &series), skipped, failures })
+}
+
+/// All rounds. Meanwhile something small goes both ways in every UDP flow now and then.
+fn take_turns(
+    arguments: &arguments::Datapath,
+    workloads: &[Workload],
+    sites: &[(Candidate, Box<Site>)],
+) -> Result<(Series, Vec<String>)> {
+    let traffics: BTreeSet<Traffic> = workloads.iter().map(|w| w.traffic()).collect();
+    let cpus = two_cpus()?;
+    let usage = CpuUsage::of_cpus(&cpus)?;
+    let time = Duration::from_millis(arguments.turn);
+    let flows: Vec<&Flow> = sites.iter().map(|(_, site)| site.flow()).collect();
+    let (mut series, mut failures) = (Series::new(), Vec::new());
+    priority::raise_group()?;
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let small_talk = scope.spawn(|| {
+            while !over.load(Ordering::Acquire) {
+                flows.iter().try_for_each(|flow| flow.greet())?;
+                thread::sleep(GREETING_PAUSE);
+            }
+            anyhow::Ok(())
+        });
+        if traffics.iter().any(|traffic| matches!(traffic, Traffic::Flood(_))) {
+            thread::sleep(FLOW_AGE);
+        }
+        for round in 0..arguments.rounds as usize {
+            for traffic in &traffics {
+                for turn in 0..sites.len() {
+                    let (candidate, site) = &sites[(turn + round) % sites.len()];
+                    match traffic.measure(&site.ends(cpus), site.flow(), &usage, time) {
+                        Ok(figures) => note(&mut series, *candidate, round, figures),
+                        Err(error) => {
+                            failures.push(format!("{candidate}, round {}: {error:#}", round + 1));
+                        }
+                    }
+                }
+            }
+            println!("round {} of {}", round + 1, arguments.rounds);
+        }
+        over.store(true, Ordering::Release);
+        match small_talk.join() {
+            Ok(result) => result.context("the UDP flows' small talk"),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })?;
+    Ok((series, failures))
+}
+
+/// Adds a turn's figures. Rounds without any are filled up with nothing.
+fn note(series: &mut Series, candidate: Candidate, round: usize, figures: Vec<(Workload, f64)>) {
+    for (workload, value) in figures {
+        let values = series.entry((candidate, workload)).or_default();
+        values.resize(round, None);
+        values.push(Some(value));
+    }
 }
 
 fn rows(profile: Profile, workloads: &[Workload], series: &Series) -> Vec<Row> {

@@ -10,7 +10,10 @@ use anyhow::{Context, Result};
 use clap::ValueEnum;
 
 use self::paths::Path as Way;
-use super::{candidate::Candidate, generators::Ends};
+use super::{
+    candidate::Candidate,
+    generators::{Ends, udp_flood::Flow},
+};
 use crate::{
     agent::{Agent, SubnetEnv},
     etcd::Etcd,
@@ -54,6 +57,7 @@ pub enum Outcome {
 pub struct Site {
     candidate: Candidate,
     way: Way,
+    flow: Flow,
     client: Netns,
     server: Netns,
     address: IpAddr,
@@ -89,8 +93,35 @@ impl Site {
             (Candidate::Flanneld, None) => {
                 return Ok(Outcome::Skipped("no --flanneld PATH was given".to_owned()));
             }
-            _ => paths::ours(&lab, nodes, candidate)?,
+            _ => {
+                let flags = candidate.agent_flags();
+                let flags = flags.with_context(|| format!("{candidate} is not ours"))?;
+                let udp = candidate == Candidate::OursUdp;
+                let config = if udp { paths::UDP_CONFIG } else { paths::CONFIG };
+                paths::ours(&lab, nodes, flags, config)?
+            }
         };
+        let site = Self::with(candidate, lab, way)?;
+        Ok(match site.why_not_in_use()? {
+            Some(reason) => Outcome::Skipped(reason),
+            None => Outcome::Ready(Box::new(site)),
+        })
+    }
+
+    /// Our agent with these flags, whatever it makes of them.
+    pub fn of_agents(flags: &[&str], profile: Profile) -> Result<Self> {
+        let lab = Lab::new()?;
+        let nodes = [lab.node("client")?, lab.node("server")?];
+        underlay::join(&nodes, profile)?;
+        for node in &nodes {
+            rules::install_kube_proxy(node)?;
+        }
+        let way = paths::ours(&lab, nodes, flags, paths::CONFIG)?;
+        Self::with(Candidate::OursFlows, lab, way)
+    }
+
+    /// Adds the ends to what carries packets, and waits until it does.
+    fn with(candidate: Candidate, lab: Lab, way: Way) -> Result<Self> {
         let [client, server] = &way.nodes;
         let (client, server, address) = if let Some([near, far]) = &way.envs {
             let (near, far) = (client.pod(near)?, server.pod(far)?);
@@ -103,11 +134,9 @@ impl Site {
         };
         traffic::wait_reaches(&client, address, Duration::from_secs(10))
             .with_context(|| way.last_words())?;
-        let site = Self { candidate, way, client, server, address, lab };
-        Ok(match site.why_not_in_use()? {
-            Some(reason) => Outcome::Skipped(reason),
-            None => Outcome::Ready(Box::new(site)),
-        })
+        let ends = Ends { client: &client, server: &server, address, cpus: [0, 0] };
+        let flow = Flow::open(&ends).with_context(|| way.last_words())?;
+        Ok(Self { candidate, way, flow, client, server, address, lab })
     }
 
     /// Asks the agents whether they do what the candidate stands for; the reason if not.
@@ -120,9 +149,25 @@ impl Site {
         Ok(None)
     }
 
+    /// Asks the agents whether packets went the way that the candidate stands for; the reason if
+    /// not.
+    pub fn why_not_used(&self) -> Result<Option<String>> {
+        for agent in &self.way.agents {
+            if let Err(reason) = self.candidate.has_carried(&agent.status()?) {
+                return Ok(Some(reason));
+            }
+        }
+        Ok(None)
+    }
+
     /// The ends of its path.
     pub fn ends(&self, cpus: [usize; 2]) -> Ends<'_> {
         Ends { client: &self.client, server: &self.server, address: self.address, cpus }
+    }
+
+    /// A UDP flow from end to end.
+    pub fn flow(&self) -> &Flow {
+        &self.flow
     }
 
     /// What all its namespaces' names begin with.

@@ -89,10 +89,7 @@ pub struct Counter {
 impl Counter {
     /// Pins the calling thread to a CPU and makes it more important than others.
     pub fn on_cpu(cpu: usize, importance: Importance, window: Window) -> Result<Self> {
-        let mut set = CpuSet::new();
-        set.set(cpu).with_context(|| format!("CPU {cpu}"))?;
-        sched_setaffinity(Pid::from_raw(0), &set)
-            .with_context(|| format!("cannot keep a thread on CPU {cpu}"))?;
+        keep_on_cpu(cpu)?;
         raise_thread(importance)?;
         Ok(Self { window, begun: None, counted: Counted::default() })
     }
@@ -128,6 +125,14 @@ impl Counter {
         }
         Ok(self.counted)
     }
+}
+
+/// Keeps the calling thread on a CPU.
+pub fn keep_on_cpu(cpu: usize) -> Result<()> {
+    let mut set = CpuSet::new();
+    set.set(cpu).with_context(|| format!("CPU {cpu}"))?;
+    sched_setaffinity(Pid::from_raw(0), &set)
+        .with_context(|| format!("cannot keep a thread on CPU {cpu}"))
 }
 
 /// CPU time of the calling thread, in the scheduler's nanoseconds.

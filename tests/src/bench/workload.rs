@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use super::{
     cpu_time::CpuUsage,
-    generators::{Ends, Outcome, connections, request_response, tcp_stream, udp_flood},
+    generators::{Ends, Outcome, connections, request_response, tcp_stream, udp_flood::Flow},
     statistics::percentile,
     window::Window,
 };
@@ -92,10 +92,12 @@ impl fmt::Display for Workload {
 }
 
 impl Traffic {
-    /// Makes this traffic for `time` after the warm-up; every figure that it shows.
+    /// Makes this traffic for `time` after the warm-up; every figure that it shows. UDP goes by
+    /// `flow`.
     pub fn measure(
         self,
         ends: &Ends<'_>,
+        flow: &Flow,
         usage: &CpuUsage,
         time: Duration,
     ) -> Result<Vec<(Workload, f64)>> {
@@ -107,7 +109,7 @@ impl Traffic {
                     tcp_stream::run(ends, count, window).map(|outcome| (outcome, Vec::new()))
                 }
                 Self::Flood(size) => {
-                    udp_flood::run(ends, size, window).map(|outcome| (outcome, Vec::new()))
+                    flow.flood(ends, size, window).map(|outcome| (outcome, Vec::new()))
                 }
                 Self::RequestResponse => request_response::run(ends, window),
                 Self::Connections => {

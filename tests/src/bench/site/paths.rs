@@ -4,7 +4,7 @@ use std::{fs, path::Path as FilePath, process::Stdio, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Agent, Candidate, Etcd, Lab, Node, Process, SubnetEnv, rules};
+use super::{Agent, Etcd, Lab, Node, Process, SubnetEnv, rules};
 use crate::{
     agent::READY_WITHIN,
     kernel_peer::{KernelPeer, PeerSpec},
@@ -19,10 +19,10 @@ use crate::{
 const NETWORK: &str = "10.77.0.0/16";
 
 /// The network's configuration.
-const CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
+pub const CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
 
 /// The same for the udp backend.
-const UDP_CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"udp"}}"#;
+pub const UDP_CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"udp"}}"#;
 
 /// Two nodes and what makes a path between them. Dropped in this order.
 #[derive(Debug)]
@@ -147,11 +147,10 @@ pub fn has_flowtables() -> Result<bool> {
     Ok(status.success())
 }
 
-/// Our agent on both nodes, with a directory as the store.
-pub fn ours(lab: &Lab, nodes: [Node; 2], candidate: Candidate) -> Result<Path> {
-    let flags = candidate.agent_flags().with_context(|| format!("{candidate} is not ours"))?;
+/// Our agent on both nodes, with these flags, this configuration and a directory as the store.
+pub fn ours(lab: &Lab, nodes: [Node; 2], flags: &[&str], config: &str) -> Result<Path> {
     let store = LocalStore::new(lab)?;
-    store.put_config(if candidate == Candidate::OursUdp { UDP_CONFIG } else { CONFIG })?;
+    store.put_config(config)?;
     let mut all = store.flags();
     all.extend(flags.iter().map(|flag| (*flag).to_owned()));
     all.push("--ip-masq".to_owned());
