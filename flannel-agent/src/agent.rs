@@ -24,7 +24,8 @@ use crate::{
     state::SharedState,
     subnet_env::{SubnetEnv, SubnetFile},
     subnet_manager::{
-        Connection, GrantedLease, LeaseLost, LeaseRequest, StoreError, StoreEvent, SubnetManager,
+        Connection, GrantedLease, LeaseLost, LeaseRequest, NodePublicAddresses, StoreError,
+        StoreEvent, SubnetManager,
     },
     telemetry::health::{Condition, HEARTBEAT},
 };
@@ -83,6 +84,15 @@ pub async fn network_config(
         );
     }
     Ok(config)
+}
+
+/// Asks the store which public addresses this node is to use, waiting until it answers.
+pub async fn node_public_addresses(
+    store: &dyn SubnetManager,
+    state: &SharedState,
+) -> Result<NodePublicAddresses, Exit> {
+    until_ok(state, Condition::Lease, "looking up our own node", || store.node_public_addresses())
+        .await
 }
 
 /// Repeats `step` every second until it works, telling why it waits once per reason.
@@ -224,6 +234,7 @@ impl Agent {
                 && let Some(first_ready) = first_ready.take()
             {
                 info!("ready");
+                self.store.network_is_up();
                 first_ready();
             }
             tokio::select! {
@@ -345,6 +356,15 @@ impl Agent {
                     ),
                 }
                 self.state.set_connection(&connection);
+                Changed::Nothing
+            }
+            StoreEvent::ConfigChanged(change) => {
+                if let Some(change) = &change {
+                    warn!("{change}");
+                } else {
+                    info!("the network configuration is the one in use again");
+                }
+                self.state.set_config_change(change);
                 Changed::Nothing
             }
             StoreEvent::Lost(_) => Changed::Nothing,

@@ -108,6 +108,46 @@ impl NetworkConfig {
     /// Reads and checks a configuration for a store that hands out subnets itself (etcd, local
     /// directory): specification §3 and §3.1. A configuration with IPv6 only passes.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        Self::parse_with(text, ipv4_settings, ipv6_settings)
+    }
+
+    /// Reads and checks a configuration for Kubernetes, where `podCIDR` says what a node leases:
+    /// there are no subnets to hand out, so their length and range mean nothing (§3.1).
+    pub fn parse_for_kube(text: &str) -> Result<Self, ConfigError> {
+        Self::parse_with(
+            text,
+            |network, _| {
+                let network = given(network)?;
+                Ok(Ipv4Settings {
+                    network,
+                    subnet_len: network.prefix_len(),
+                    subnet_min: network.network(),
+                    subnet_max: network.broadcast(),
+                })
+            },
+            |network, _| {
+                let network = given_v6(network)?;
+                Ok(Ipv6Settings {
+                    network,
+                    subnet_len: network.prefix_len(),
+                    subnet_min: network.network(),
+                    subnet_max: network.broadcast(),
+                })
+            },
+        )
+    }
+
+    fn parse_with(
+        text: &str,
+        ipv4_settings: impl FnOnce(
+            Option<Ipv4Net>,
+            &Range<Ipv4Addr>,
+        ) -> Result<Ipv4Settings, ConfigError>,
+        ipv6_settings: impl FnOnce(
+            Option<Ipv6Net>,
+            &Range<Ipv6Addr>,
+        ) -> Result<Ipv6Settings, ConfigError>,
+    ) -> Result<Self, ConfigError> {
         let object = Object::parse(text)?;
         let (network, network_v6) =
             (object.get_ipv4_net("Network")?, object.get_ipv6_net("IPv6Network")?);
@@ -277,11 +317,21 @@ fn missing(field: &str) -> ConfigError {
     ConfigError::Incoherent(format!("{field} is missing: it must name the pods' network"))
 }
 
+/// The pods' network, which must not be all there is.
+fn given(network: Option<Ipv4Net>) -> Result<Ipv4Net, ConfigError> {
+    network.filter(|n| n.prefix_len() > 0).ok_or_else(|| missing("Network"))
+}
+
+/// The same for IPv6.
+fn given_v6(network: Option<Ipv6Net>) -> Result<Ipv6Net, ConfigError> {
+    network.filter(|n| n.prefix_len() > 0).ok_or_else(|| missing("IPv6Network"))
+}
+
 fn ipv4_settings(
     network: Option<Ipv4Net>,
     range: &Range<Ipv4Addr>,
 ) -> Result<Ipv4Settings, ConfigError> {
-    let network = network.filter(|n| n.prefix_len() > 0).ok_or_else(|| missing("Network"))?;
+    let network = given(network)?;
     let number = |addr: Ipv4Addr| u128::from(addr.to_bits());
     #[expect(clippy::cast_possible_truncation, reason = "the numbers are IPv4 addresses")]
     let address = |number: u128| Ipv4Addr::from_bits(number as u32);
@@ -297,7 +347,7 @@ fn ipv6_settings(
     network: Option<Ipv6Net>,
     range: &Range<Ipv6Addr>,
 ) -> Result<Ipv6Settings, ConfigError> {
-    let network = network.filter(|n| n.prefix_len() > 0).ok_or_else(|| missing("IPv6Network"))?;
+    let network = given_v6(network)?;
     let (subnet_len, min, max) = IPV6.check(
         (network.network().to_bits(), network.prefix_len()),
         &Range {

@@ -13,7 +13,7 @@ use crate::{
     },
     cli::{
         Exit, Options,
-        flags::{EtcdFlags, OptionalPath},
+        flags::{EtcdFlags, InterfaceFlags, KubeFlags, OptionalPath},
     },
     config::NetworkConfig,
     control::ControlSocket,
@@ -22,8 +22,9 @@ use crate::{
     state::SharedState,
     subnet_env::SubnetFile,
     subnet_manager::{
-        SubnetManager,
+        NodePublicAddresses, StoreError, SubnetManager,
         etcd::{EtcdOptions, EtcdSubnetManager, Password},
+        kube::{KubeOptions, KubeSubnetManager, NodeIdentity},
         local::LocalSubnetManager,
     },
     telemetry::{
@@ -85,7 +86,8 @@ async fn run_until_failure(
     let agent = async {
         let config = agent::network_config(&*store, &state).await?;
         state.set_config(&config);
-        let external = external_interface(options, &config).await?;
+        let interface = interface_flags(options, &*store, &state).await?;
+        let external = external_interface(&interface, &config).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
         let backend = open_backend(options, &config, external, metrics)?;
@@ -122,21 +124,31 @@ fn announce_readiness() {
 
 fn open_store(options: &Options, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, Exit> {
     let local = options.files.local_subnet_mgr.0.clone();
-    if options.kube.enabled {
-        return Err(Exit::failure(
-            "--kube-subnet-mgr: this version has no Kubernetes store yet; leave the flag out to \
-             keep leases in etcd, or use --local-subnet-mgr DIR",
-        ));
-    }
-    let store: Result<Rc<dyn SubnetManager>, _> = match local {
-        Some(dir) => {
-            LocalSubnetManager::new(dir, LEASE_TTL, renew_margin(&options.etcd), metrics.clone())
-                .map(|store| Rc::new(store) as Rc<dyn SubnetManager>)
-        }
-        None => EtcdSubnetManager::new(etcd_options(&options.etcd), metrics.clone())
-            .map(|store| Rc::new(store) as Rc<dyn SubnetManager>),
+    let store = if options.kube.enabled {
+        kube_store(&options.kube, metrics)
+    } else if let Some(dir) = local {
+        let margin = renew_margin(&options.etcd);
+        LocalSubnetManager::new(dir, LEASE_TTL, margin, metrics.clone()).map(shared)
+    } else {
+        EtcdSubnetManager::new(etcd_options(&options.etcd), metrics.clone()).map(shared)
     };
     store.map_err(|err| Exit::failure(err.to_string()))
+}
+
+fn shared(store: impl SubnetManager + 'static) -> Rc<dyn SubnetManager> {
+    Rc::new(store)
+}
+
+fn kube_store(flags: &KubeFlags, metrics: &Metrics) -> Result<Rc<dyn SubnetManager>, StoreError> {
+    let options = KubeOptions {
+        api_url: flags.api_url.clone(),
+        kubeconfig: flags.kubeconfig_file.clone().into(),
+        annotation_prefix: flags.annotation_prefix.clone(),
+        net_config_path: flags.net_config_path.clone(),
+        set_network_unavailable: flags.set_node_network_unavailable,
+        node: NodeIdentity::from_environment(&|name| std::env::var_os(name))?,
+    };
+    KubeSubnetManager::new(options, metrics.clone()).map(shared)
 }
 
 /// How the flags say that etcd is reached.
@@ -156,6 +168,24 @@ pub(crate) fn etcd_options(flags: &EtcdFlags) -> EtcdOptions {
     }
 }
 
+/// The flags that choose the interface, with what the store says of this node's addresses put
+/// over them.
+async fn interface_flags(
+    options: &Options,
+    store: &dyn SubnetManager,
+    state: &SharedState,
+) -> Result<InterfaceFlags, Exit> {
+    let NodePublicAddresses { v4, v6 } = agent::node_public_addresses(store, state).await?;
+    let mut flags = options.interface.clone();
+    for (flag, told) in [(&mut flags.public_ip, v4), (&mut flags.public_ipv6, v6)] {
+        if let Some(told) = told {
+            info!("the node's annotations set the public address {told}");
+            *flag = told;
+        }
+    }
+    Ok(flags)
+}
+
 fn renew_margin(flags: &EtcdFlags) -> Duration {
     Duration::from_secs(60 * flags.renew_margin_minutes.unsigned_abs())
 }
@@ -163,13 +193,13 @@ fn renew_margin(flags: &EtcdFlags) -> Duration {
 /// Chooses the external interface. What may only be late (an address in duplicate detection, a
 /// link that udev is still naming) gets a moment; then it is an error, as upstream has it.
 async fn external_interface(
-    options: &Options,
+    flags: &InterfaceFlags,
     config: &NetworkConfig,
 ) -> Result<ExternalInterface, Exit> {
     let families = Families { v4: config.ipv4.is_some(), v6: config.ipv6.is_some() };
     let patience = tokio::time::Instant::now() + INTERFACE_PATIENCE;
     loop {
-        match external_interface::discover(&options.interface, families).await {
+        match external_interface::discover(flags, families).await {
             Ok(found) => return Ok(found),
             Err(SelectError::NotFound(_)) if tokio::time::Instant::now() < patience => {
                 tokio::time::sleep(Duration::from_millis(200)).await;

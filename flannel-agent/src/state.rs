@@ -70,6 +70,11 @@ impl SharedState {
         self.inner.borrow_mut().status.backend_type.clone_from(&config.backend_type);
     }
 
+    /// Records how the configuration in the store differs from the one in use.
+    pub fn set_config_change(&self, change: Option<String>) {
+        self.inner.borrow_mut().status.config_change = change;
+    }
+
     /// Records which interface carries the tunnel.
     pub fn set_external_interface(&self, interface: &ExternalInterface) {
         self.inner.borrow_mut().status.external_interface = Some(interface.into());

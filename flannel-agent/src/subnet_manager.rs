@@ -2,6 +2,7 @@
 
 pub mod acquire;
 pub mod etcd;
+pub mod kube;
 pub mod local;
 
 use std::time::SystemTime;
@@ -51,6 +52,16 @@ pub struct StoredIdentity {
     pub attributes: Option<LeaseAttributes>,
 }
 
+/// Addresses that the store tells this node to use in place of `--public-ip` and
+/// `--public-ipv6`, as text (specification §2.5).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodePublicAddresses {
+    /// IPv4.
+    pub v4: Option<String>,
+    /// IPv6.
+    pub v6: Option<String>,
+}
+
 /// A granted lease.
 #[derive(Clone, Debug)]
 pub struct GrantedLease {
@@ -75,6 +86,9 @@ pub enum StoreEvent {
     Lost(LeaseLost),
     /// The store became reachable or unreachable; sent on every change, not on every try.
     Connection(Connection),
+    /// The network configuration is no longer the one in use: what differs, in words, or `None`
+    /// if it is the same again.
+    ConfigChanged(Option<String>),
 }
 
 /// Why and to whom a lease was lost.
@@ -107,6 +121,11 @@ pub trait SubnetManager {
     /// Reads and checks the network configuration.
     async fn network_config(&self) -> Result<NetworkConfig, StoreError>;
 
+    /// Asks which public addresses this node is to use; only Kubernetes has an opinion.
+    async fn node_public_addresses(&self) -> Result<NodePublicAddresses, StoreError> {
+        Ok(NodePublicAddresses::default())
+    }
+
     /// Finds what the store knows about the node with these public addresses.
     async fn stored_identity(&self, own: &LeaseAttributes) -> Result<StoredIdentity, StoreError>;
 
@@ -120,6 +139,9 @@ pub trait SubnetManager {
     /// Publishes changed attributes (a new MAC or address) with the lease we hold. Fails with
     /// [`StoreError::NoLease`] if the lease is no longer ours.
     async fn publish(&self, lease: &GrantedLease) -> Result<(), StoreError>;
+
+    /// Is told, once, that all conditions of readiness have been met.
+    fn network_is_up(&self) {}
 
     /// Watches all leases and keeps ours alive, telling everything through `events`.
     ///

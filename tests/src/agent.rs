@@ -65,7 +65,7 @@ pub fn binary() -> Result<PathBuf> {
 }
 
 impl Agent {
-    pub(crate) fn start<I>(node: &Node, flags: I) -> Result<Self>
+    pub(crate) fn start<I>(node: &Node, flags: I, environment: &[(&str, &str)]) -> Result<Self>
     where
         I: IntoIterator,
         I::Item: AsRef<str>,
@@ -92,7 +92,7 @@ impl Agent {
         for (name, value) in usual.iter().filter(|(name, _)| !given(name)) {
             command.arg(format!("--{name}={value}"));
         }
-        command.args(&flags);
+        command.args(&flags).env("NODE_NAME", node.name()).envs(environment.iter().copied());
         let subnet_file =
             flags.iter().find_map(|f| f.strip_prefix("--subnet-file=")).unwrap_or(SUBNET_FILE);
         let subnet_file = node.path(subnet_file);

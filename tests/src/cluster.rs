@@ -162,6 +162,7 @@ impl Cluster {
                     .get(index)
                     .map_or_else(|| format!("node{index}"), |name| (*name).to_owned());
                 let node = lab.node(&name)?;
+                store.register(&node)?;
                 let agent = node.agent(&flags)?;
                 Ok((node, agent))
             })

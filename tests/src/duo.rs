@@ -63,6 +63,7 @@ impl<S: LeaseStore> Duo<S> {
         let birch = KernelPeer::new(lab.node("birch")?, spec)?;
         let (key, lease) = birch.lease();
         store.put_lease(&key, &lease)?;
+        store.register(&alder)?;
         let mut all = store.flags();
         all.extend(flags.iter().map(|flag| (*flag).to_owned()));
         let mut agent = alder.agent(&all)?;

@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, Result};
 use serde_json::Value;
 
-use crate::lab::Lab;
+use crate::{lab::Lab, node::Node};
 
 /// Where etcd holds leases unless an agent is told otherwise.
 pub const SUBNETS_PREFIX: &str = "/coreos.com/network/subnets/";
@@ -23,6 +23,10 @@ pub trait LeaseStore {
     fn flags(&self) -> Vec<String>;
     /// Writes the network configuration, whatever it is.
     fn put_config(&self, text: &str) -> Result<()>;
+    /// Makes a node known on which an agent is to start; only Kubernetes needs that.
+    fn register(&self, _node: &Node) -> Result<()> {
+        Ok(())
+    }
     /// Writes a lease that does not end.
     fn put_lease(&self, key: &str, lease: &Value) -> Result<()>;
     /// Deletes a lease.

@@ -31,6 +31,7 @@ pub mod duo;
 pub mod etcd;
 pub mod http;
 pub mod kernel_peer;
+pub mod kube_stub;
 pub mod lab;
 pub mod lease_store;
 pub mod loss_meter;
@@ -60,6 +61,7 @@ pub mod prelude {
         duo::Duo,
         etcd::{Etcd, EtcdOptions},
         kernel_peer::{KernelPeer, PeerSpec},
+        kube_stub::{Fault, KubeStub},
         lab::Lab,
         lease_store::{LeaseStore, LocalStore, SUBNETS_PREFIX},
         loss_meter::LossMeter,

@@ -175,7 +175,16 @@ impl Node {
         I: IntoIterator,
         I::Item: AsRef<str>,
     {
-        Agent::start(self, flags)
+        Agent::start(self, flags, &[])
+    }
+
+    /// The same with environment variables set.
+    pub fn agent_with<I>(&self, flags: I, environment: &[(&str, &str)]) -> Result<Agent>
+    where
+        I: IntoIterator,
+        I::Item: AsRef<str>,
+    {
+        Agent::start(self, flags, environment)
     }
 
     /// Asks a server on this host by `GET`, from inside.

@@ -11,6 +11,7 @@ use flannel_lab::{
     agent,
     cluster::{Cluster, Member, Plan},
     etcd::Etcd,
+    kube_stub::KubeStub,
     lab::Lab,
     lease_store::{LeaseStore, LocalStore},
     node::Node,
@@ -59,6 +60,8 @@ enum Store {
     Local,
     /// A real etcd
     Etcd,
+    /// A stand-in for the Kubernetes API server, which lives in the demo's own process
+    KubeStub,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -98,12 +101,16 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         tool::is_root()?,
         "the demo makes network namespaces and loads eBPF programs: run it as root"
     );
+    ensure!(
+        !(arguments.keep && arguments.store == Store::KubeStub),
+        "--keep does not go with --store kube-stub: that server ends with the demo; use --store etcd"
+    );
     let binary = tool::build_agent(arguments.release)?;
     // SAFETY: no other thread is running yet.
     unsafe { std::env::set_var("FLANNEL_AGENT", &binary) };
     let start = Instant::now();
     let lab = if arguments.keep { Lab::to_keep()? } else { Lab::new()? };
-    let (local, etcd);
+    let (local, etcd, stub);
     let store: &dyn LeaseStore = match arguments.store {
         Store::Local => {
             local = LocalStore::new(&lab)?;
@@ -113,6 +120,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         Store::Etcd => {
             etcd = Some(Etcd::new(&lab)?);
             etcd.as_ref().context("etcd")?
+        }
+        Store::KubeStub => {
+            etcd = None;
+            stub = KubeStub::new(&lab)?;
+            &stub
         }
     };
     let shown = show(arguments, &lab, store, start);

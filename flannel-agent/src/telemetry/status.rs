@@ -55,6 +55,8 @@ pub struct Status {
     pub peers_wanted: usize,
     /// Peers fully in place.
     pub peers_applied: usize,
+    /// How the network configuration differs by now from the one in use.
+    pub config_change: Option<String>,
     /// What could not be brought to the wanted state, one sentence each.
     pub problems: Vec<String>,
 }

@@ -295,6 +295,7 @@ impl Listener {
                 }
                 StoreEvent::Renewed { .. } => self.renewed += 1,
                 StoreEvent::Connection(connection) => self.connections.push(connection),
+                StoreEvent::ConfigChanged(change) => panic!("etcd does not watch it: {change:?}"),
                 StoreEvent::Lost(lost) => return Some(lost),
             }
         }
