@@ -117,8 +117,8 @@ pub async fn run(places: &Places) -> Result<Report, Refusal> {
 
 async fn firewall(report: &mut Report) {
     let (removed, problems) = removal::remove_all().await;
-    for _ in 0..removed {
-        report.removed("firewall", "table, chain or rule");
+    for name in removed {
+        report.removed("firewall", &name);
     }
     report.problems.extend(problems);
 }

@@ -102,6 +102,8 @@ pub struct VxlanBackend {
     read_anew: bool,
     /// Whether the pass to come mends what somebody else changed.
     repairing: bool,
+    /// The devices that carried our pods at the last pass.
+    pod_devices: Vec<u32>,
     counts: Counts,
 }
 
@@ -161,6 +163,7 @@ impl VxlanBackend {
             next_pass: Instant::now() + SAFETY_NET,
             read_anew: true,
             repairing: false,
+            pod_devices: Vec::new(),
             counts: Counts::default(),
         })
     }
@@ -459,10 +462,17 @@ impl VxlanBackend {
             wanted: Some(self.compiler.wanted()),
             peers,
         });
+        self.pod_devices.clone_from(&wanted.pod_devices);
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }
+    }
+
+    /// Whether the programs have to be hung elsewhere: the CNI makes its bridge with the first pod.
+    fn pod_devices_differ(&self) -> bool {
+        matches!(self.fast_path, FastPath::On(_))
+            && fast_path::pod_devices(self.mirror.tables(), &self.tunnels()) != self.pod_devices
     }
 
     /// Whether the kernel differs from what the last pass wanted, where something was heard of.
@@ -624,6 +634,9 @@ impl Backend for VxlanBackend {
             }
             match self.refresh() {
                 Ok(heard) => {
+                    if self.pod_devices_differ() {
+                        self.pass_within(SETTLE);
+                    }
                     if heard.ours && self.differs(&heard) {
                         self.repairing = true;
                         return;

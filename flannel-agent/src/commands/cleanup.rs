@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// Kinds of which there may be thousands: counted for people, listed for machines.
-const COUNTED: [&str; 4] = ["route", "neighbour", "fdb", "firewall"];
+const COUNTED: [&str; 3] = ["route", "neighbour", "fdb"];
 
 /// Removes, and prints what came of it. Exit status 0 if nothing of an agent's is left.
 pub fn run(args: &CleanupArgs, out: &mut impl Write) -> anyhow::Result<u8> {
