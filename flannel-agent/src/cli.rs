@@ -41,6 +41,10 @@ pub enum Command {
     MigrateEtcdV2(Box<MigrateArgs>),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
     MkDockerOpts(Vec<String>),
+    /// Install the CNI plugin and its configuration.
+    InstallCni(InstallCniArgs),
+    /// Install one file; the words are source and target.
+    InstallConf(Vec<OsString>),
 }
 
 /// The end of the program: help, a mistake on the command line, or why the agent cannot go on.
@@ -137,6 +141,36 @@ pub struct PeersArgs {
     pub client: ClientArgs,
 }
 
+/// Arguments of `install-cni`. An empty target leaves that file out.
+#[derive(Clone, Debug, Args)]
+pub struct InstallCniArgs {
+    /// The plugin to install; empty: the file `flannel` beside this program.
+    #[arg(long, value_name = "PATH", default_value = "")]
+    pub plugin: String,
+    /// The host's directory of CNI plugins; empty: install no plugin.
+    #[arg(long, value_name = "DIRECTORY", default_value = "/opt/cni/bin")]
+    pub bin_dir: String,
+    /// The configuration list to install.
+    #[arg(long, value_name = "PATH", default_value = "/etc/kube-flannel/cni-conf.json")]
+    pub conflist: PathBuf,
+    /// Where the container runtime reads it; empty: install none.
+    #[arg(long, value_name = "PATH", default_value = "/etc/cni/net.d/10-flannel.conflist")]
+    pub conf_file: String,
+}
+
+impl InstallCniArgs {
+    /// What to do.
+    pub fn plan(&self) -> crate::cni::install::Plan {
+        let given = |path: &String| Some(path).filter(|p| !p.is_empty()).map(PathBuf::from);
+        crate::cni::install::Plan {
+            plugin: given(&self.plugin),
+            bin_dir: given(&self.bin_dir),
+            conflist: self.conflist.clone(),
+            conf_file: given(&self.conf_file),
+        }
+    }
+}
+
 /// Arguments of `migrate-etcd-v2`.
 #[derive(Clone, Debug, Args)]
 pub struct MigrateArgs {
@@ -183,6 +217,16 @@ const SUBCOMMANDS: &[Subcommand] = &[
             Ok(Command::MkDockerOpts(words))
         },
     },
+    Subcommand {
+        name: "install-cni",
+        about: "Put the CNI plugin and its configuration into the host's directories",
+        parse: |s, words, env| Ok(Command::InstallCni(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "install-conf",
+        about: "Copy one file in one step: install-conf SOURCE TARGET",
+        parse: |_, words, _| Ok(Command::InstallConf(words)),
+    },
 ];
 
 impl Subcommand {
@@ -213,6 +257,22 @@ impl Subcommand {
         environment::overlay(&clap, &mut words, env);
         Ok(T::from_arg_matches(&parse_words(&clap, &words)?)?)
     }
+}
+
+/// Parses the command line of a program that may be called by another name: as the files
+/// `install-conf` and `mk-docker-opts.sh` of flannel's image it is those, else it is the agent.
+pub fn parse_as(
+    program: &std::ffi::OsStr,
+    args: impl IntoIterator<Item = OsString>,
+    env: Environment<'_>,
+) -> Result<Command, Exit> {
+    let name = std::path::Path::new(program).file_name().and_then(|name| name.to_str());
+    let subcommand = match name {
+        Some("install-conf") => Some("install-conf"),
+        Some("mk-docker-opts.sh") => Some("mk-docker-opts"),
+        _ => None,
+    };
+    parse(subcommand.map(OsString::from).into_iter().chain(args), env)
 }
 
 /// Parses everything after the program's name.

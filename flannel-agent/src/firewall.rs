@@ -89,13 +89,16 @@ impl Firewall {
         *self.wanted.borrow() == self.report.borrow().wanted
     }
 
-    /// Why the rules are not as wanted, if they are not.
+    /// Why the agent is not ready for the rules' sake, if it is not.
     pub fn missing(&self) -> Option<String> {
         let report = self.report.borrow();
         if *self.wanted.borrow() != report.wanted || report.wanted.is_none() {
             return Some("firewall rules are being put in place".to_owned());
         }
-        (!report.in_place).then(|| report.problems.join("; "))
+        // Without masquerading nothing goes out under a wrong source, and a host without a
+        // firewall's tools has hardly a rule that drops what ours would accept.
+        let needed = report.wanted.as_ref().is_some_and(|wanted| wanted.masquerade);
+        (needed && !report.in_place).then(|| report.problems.join("; "))
     }
 }
 

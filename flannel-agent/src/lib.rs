@@ -7,6 +7,7 @@
 pub mod agent;
 pub mod backend;
 pub mod cli;
+pub mod cni;
 pub mod commands;
 pub mod config;
 pub mod control;
@@ -32,7 +33,9 @@ use cli::Command;
 
 /// Runs what the command line asks for; the whole of the binary.
 pub fn main() -> ExitCode {
-    let command = match cli::parse(std::env::args_os().skip(1), &|name| std::env::var_os(name)) {
+    let mut words = std::env::args_os();
+    let program = words.next().unwrap_or_default();
+    let command = match cli::parse_as(&program, words, &|name| std::env::var_os(name)) {
         Ok(command) => command,
         Err(exit) => return exit.report(),
     };
@@ -53,6 +56,12 @@ pub fn main() -> ExitCode {
             finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
         }
         Command::MkDockerOpts(words) => mk_docker_opts::run(words).into(),
+        Command::InstallCni(args) => {
+            finish(cni::install::run(&args.plan(), &mut std::io::stdout()))
+        }
+        Command::InstallConf(words) => {
+            finish(cni::install::run_conf(&words, &mut std::io::stdout()))
+        }
     }
 }
 

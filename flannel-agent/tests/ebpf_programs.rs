@@ -6,6 +6,8 @@
 mod attaching;
 #[path = "ebpf_programs/counting.rs"]
 mod counting;
+#[path = "ebpf_programs/forwarding.rs"]
+mod forwarding;
 #[path = "ebpf_programs/logging.rs"]
 mod logging;
 #[path = "ebpf_programs/namespace.rs"]

@@ -294,9 +294,9 @@ fn mid_burst<const N: usize>(words: &Words<N>, tcp: usize, len: u16) -> bool {
     len > header_len && offset_flags & (PSH | SYN_FIN_RST) == 0
 }
 
-/// Whether an address is in our own subnet.
+/// Whether an address is in our own IPv4 subnet.
 #[inline(always)]
-fn in_own_v4(tunnel: &Tunnel, address: [u8; 4]) -> bool {
+pub fn in_own_v4(tunnel: &Tunnel, address: [u8; 4]) -> bool {
     let [a, b, c, d, ..] = tunnel.subnet;
     in_v4([a, b, c, d], tunnel.prefix_len, address)
 }

@@ -13,6 +13,7 @@ mod count;
 mod decap;
 mod encap;
 mod maps;
+mod pod_guard;
 mod self_test;
 mod skb;
 mod tunnel_egress;
@@ -32,6 +33,13 @@ fn tunnel_egress(ctx: TcContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
+}
+
+/// Devices that carry pods, TC ingress: no pod speaks VXLAN to a node.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn pod_guard(ctx: TcContext) -> i32 {
+    pod_guard::run(&ctx)
 }
 
 /// On no device: whether this kernel can do it all.

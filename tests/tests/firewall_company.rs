@@ -112,3 +112,40 @@ fn a_held_xtables_lock_delays_the_rules_and_no_peer() -> Result<()> {
     agent.wait_ready(READY_WITHIN)?;
     Ok(())
 }
+
+/// Minor page faults of all children that a process has waited for: more with each of them.
+fn faults_of_children(pid: u32) -> Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let (_, fields) = stat.rsplit_once(')').context("no name in stat")?;
+    Ok(fields.split_whitespace().nth(8).context("a short stat")?.parse()?)
+}
+
+#[test]
+fn no_program_is_started_while_our_rules_stand_whatever_others_do_with_theirs() -> Result<()> {
+    for renderer in [Renderer::Iptables, Renderer::Nftables] {
+        let lab = Lab::new()?;
+        let nat = NatLab::start(&lab, renderer, &["--iptables-resync=1"])?;
+        let started = || faults_of_children(nat.duo.agent.pid());
+        // A repair shows that the figure tells.
+        let before = started()?;
+        let changes =
+            || -> Result<Value> { Ok(nat.duo.agent.status()?["firewall"]["changes"].clone()) };
+        let written = changes()?;
+        nat.tamper("nft flush ruleset")?;
+        eventually("a repair is told", SOON, || Ok((changes()? != written).then_some(())))?;
+        ensure!(started()? > before, "a repair without a program");
+        let settled = started()?;
+        for round in 0..20 {
+            // As kube-proxy does: chains and rules of its own come and go.
+            nat.tamper(&format!(
+                "iptables-nft -t nat -N KUBE-{round} && iptables-nft -t nat -A KUBE-{round} -j RETURN && \
+                 iptables-nft -t nat -I POSTROUTING -s 172.31.0.{round} -j KUBE-{round} && \
+                 nft add table ip site{round}"
+            ))?;
+            std::thread::sleep(Duration::from_millis(150));
+        }
+        ensure!(started()? == settled, "{renderer:?}: programs were started");
+        nat.check()?;
+    }
+    Ok(())
+}

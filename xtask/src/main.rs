@@ -4,6 +4,7 @@ mod bench;
 mod build;
 mod build_ebpf;
 mod demo;
+mod image;
 mod lint;
 mod run;
 mod setup;
@@ -35,6 +36,8 @@ enum Task {
         #[arg(long)]
         release: bool,
     },
+    /// Build a container image as an OCI archive; no container engine is needed
+    Image(image::Arguments),
     /// Build everything and start the agent: cargo xtask run -- <flags>
     Run(run::Arguments),
     /// Show a whole cluster at work, in namespaces of this machine
@@ -62,6 +65,7 @@ fn run(task: Task) -> anyhow::Result<()> {
         Task::Setup(arguments) => setup::run(&arguments),
         Task::BuildEbpf => build_ebpf::run().map(drop),
         Task::Build { release } => build::run(release),
+        Task::Image(arguments) => image::run(&arguments),
         Task::Run(arguments) => run::run(&arguments),
         Task::Demo(arguments) => demo::run(&arguments),
         Task::Bench(_) => bench::run(),

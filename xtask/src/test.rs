@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::ValueEnum;
 
-use crate::tool;
+use crate::{image, tool};
 
 /// Arguments of `test`.
 #[derive(clap::Args)]
@@ -77,12 +77,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         bail!("the lab makes network namespaces: run as root, or run `cargo xtask test unit`");
     }
     let agent = tool::build_agent(false)?;
+    let image = if arguments.part == Part::Unit { None } else { Some(image::for_tests(&agent)?) };
     let nextest = has_nextest();
     let mut closing = Vec::new();
     let mut failed = Vec::new();
     for suite in suites {
         let start = Instant::now();
-        let (passed, lines) = suite.run(nextest, &agent, arguments.filter.as_deref())?;
+        let (passed, lines) =
+            suite.run(nextest, &agent, image.as_deref(), arguments.filter.as_deref())?;
         for line in lines {
             closing.push(format!("{:<10} {line}", suite.name));
         }
@@ -109,6 +111,7 @@ impl Suite {
         &self,
         nextest: bool,
         agent: &Path,
+        image: Option<&Path>,
         filter: Option<&str>,
     ) -> Result<(bool, Vec<String>)> {
         let mut command = tool::cargo();
@@ -147,6 +150,9 @@ impl Suite {
         }
         // A story's error says where it stands; its backtrace is the test runner's.
         command.env("RUST_LIB_BACKTRACE", "0");
+        if let Some(image) = image {
+            command.env("FLANNEL_IMAGE", image);
+        }
         command.env("FLANNEL_AGENT", agent).stderr(Stdio::piped()).stdout(Stdio::piped());
         let (passed, lines) = watch(command)?;
         Ok((passed, lines))

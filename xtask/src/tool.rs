@@ -40,9 +40,13 @@ pub fn build_agent(release: bool) -> Result<PathBuf> {
     setup::ensure()?;
     build::run(release)?;
     let profile = if release { "release" } else { "debug" };
-    let target = env::var_os("CARGO_TARGET_DIR")
-        .map_or_else(|| build_ebpf::workspace().join("target"), PathBuf::from);
-    Ok(target.join(profile).join("flannel-agent"))
+    Ok(target_dir().join(profile).join("flannel-agent"))
+}
+
+/// Where cargo builds.
+pub fn target_dir() -> PathBuf {
+    env::var_os("CARGO_TARGET_DIR")
+        .map_or_else(|| build_ebpf::workspace().join("target"), PathBuf::from)
 }
 
 /// Whether there is such a program, in the directories of `PATH` or of the system.

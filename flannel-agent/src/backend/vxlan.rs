@@ -93,6 +93,8 @@ pub struct VxlanBackend {
     read_anew: bool,
     /// Whether the pass to come mends what somebody else changed.
     repairing: bool,
+    /// The devices that carried our pods at the last pass.
+    pod_devices: Vec<u32>,
     counts: Counts,
 }
 
@@ -152,6 +154,7 @@ impl VxlanBackend {
             next_pass: Instant::now() + SAFETY_NET,
             read_anew: true,
             repairing: false,
+            pod_devices: Vec::new(),
             counts: Counts::default(),
         })
     }
@@ -425,10 +428,17 @@ impl VxlanBackend {
             wanted: self.wanted.as_ref(),
             peers,
         });
+        self.pod_devices.clone_from(&wanted.pod_devices);
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }
+    }
+
+    /// Whether the programs have to be hung elsewhere: the CNI makes its bridge with the first pod.
+    fn pod_devices_differ(&self) -> bool {
+        matches!(self.fast_path, FastPath::On(_))
+            && fast_path::pod_devices(self.mirror.tables(), &self.tunnels()) != self.pod_devices
     }
 
     /// Whether the kernel differs from the last pass's wanted state.
@@ -555,6 +565,9 @@ impl Backend for VxlanBackend {
                 Ok(heard) => {
                     if heard.routing && self.options.direct_routing {
                         self.on_link.clear();
+                        self.pass_within(SETTLE);
+                    }
+                    if self.pod_devices_differ() {
                         self.pass_within(SETTLE);
                     }
                     if heard.ours && self.differs() {

@@ -350,3 +350,36 @@ fn commands_take_their_flags() {
     assert_eq!(help.code, 0);
     assert!(help.message.contains("--control-socket"), "{}", help.message);
 }
+
+#[test]
+fn an_empty_target_leaves_a_file_out() {
+    let plan = |line: &str| match parse_line(line, NO_ENV) {
+        Ok(Command::InstallCni(args)) => args.plan(),
+        other => panic!("{line}: {other:?}"),
+    };
+    let all = plan("install-cni");
+    assert_eq!(all.plugin, None);
+    assert_eq!(all.bin_dir.as_deref(), Some("/opt/cni/bin".as_ref()));
+    assert_eq!(all.conflist.to_str(), Some("/etc/kube-flannel/cni-conf.json"));
+    assert_eq!(all.conf_file.as_deref(), Some("/etc/cni/net.d/10-flannel.conflist".as_ref()));
+    let some = plan("install-cni --plugin=/flannel --conf-file= --bin-dir=/b");
+    assert_eq!(some.plugin.as_deref(), Some("/flannel".as_ref()));
+    assert_eq!((some.bin_dir.as_deref(), some.conf_file), (Some("/b".as_ref()), None));
+}
+
+#[test]
+fn a_program_by_another_name_is_that_command() {
+    let of = |program: &str, line: &str| {
+        parse_as(program.as_ref(), line.split_whitespace().map(OsString::from), NO_ENV)
+    };
+    assert!(matches!(of("/opt/bin/flanneld", "--ip-masq"), Ok(Command::Run(_))));
+    assert!(matches!(of("/opt/bin/flannel-agent", "status"), Ok(Command::Status(_))));
+    match of("/opt/bin/install-conf", "/a /b") {
+        Ok(Command::InstallConf(words)) => assert_eq!(words, ["/a", "/b"]),
+        other => panic!("{other:?}"),
+    }
+    match of("mk-docker-opts.sh", "-c") {
+        Ok(Command::MkDockerOpts(words)) => assert_eq!(words, ["-c"]),
+        other => panic!("{other:?}"),
+    }
+}

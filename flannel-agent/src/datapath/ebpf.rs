@@ -222,7 +222,7 @@ impl EbpfDatapath {
     pub fn apply(&mut self, wanted: &FastPathWanted) -> Result<usize, EbpfError> {
         self.keep_pins();
         let maps = self.apply_maps(wanted).map_err(|error| EbpfError::map(&error));
-        let devices = [wanted.underlay.clone(), wanted.tunnels()];
+        let devices = [wanted.underlay.clone(), wanted.tunnels(), wanted.pod_devices.clone()];
         let mut changes = maps;
         for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
         {

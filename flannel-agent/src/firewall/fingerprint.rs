@@ -4,7 +4,7 @@
 use std::{collections::BTreeMap, io};
 
 use super::{
-    iptables::{PLACES, Place},
+    iptables::{FORWARD, PLACES, Place},
     legacy,
     nfnetlink::{NfTables, number},
     nftables,
@@ -56,7 +56,7 @@ pub fn of_iptables_nft(nf: &mut NfTables) -> io::Result<Fingerprint> {
             let jumps = nf.rules(number(family), table, Some(from))?;
             for (at, rule) in jumps.iter().enumerate() {
                 if rule.jump().as_deref() == Some(chain) {
-                    content.extend(jump(at, &rule.content()));
+                    content.extend(jump(place, at, &rule.content()));
                 }
             }
             if !content.is_empty() {
@@ -88,7 +88,7 @@ pub fn of_legacy() -> io::Result<Fingerprint> {
             }
             for (at, rule) in chains.get(from).into_iter().flatten().enumerate() {
                 if rule.jump.as_deref() == Some(chain) {
-                    content.extend(jump(at, &rule.content));
+                    content.extend(jump(place, at, &rule.content));
                 }
             }
             if !content.is_empty() {
@@ -112,9 +112,9 @@ pub fn outline_of_legacy() -> io::Result<Vec<Vec<u8>>> {
     Ok(outlines)
 }
 
-/// A jump to our chain, and whether it is the first rule.
-fn jump(at: usize, content: &[u8]) -> Vec<u8> {
-    let mark: &[u8] = if at == 0 { b"first" } else { b"later" };
+/// A jump to our chain, and whether it is the first rule, where that matters.
+fn jump(place: Place, at: usize, content: &[u8]) -> Vec<u8> {
+    let mark: &[u8] = if at == 0 && place == FORWARD { b"first" } else { b"" };
     [&[0], mark, content].concat()
 }
 

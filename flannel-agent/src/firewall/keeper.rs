@@ -103,6 +103,8 @@ struct Keeper {
     /// Whether the other renderers' rules were dealt with, and what was wrong with that.
     others: Option<Vec<String>>,
     outline: Vec<Vec<u8>>,
+    /// Whether the last write was refused.
+    refused: bool,
     next_resync: Instant,
     /// When the budget for repairs will be whole again.
     repairs_spent_until: Instant,
@@ -133,6 +135,7 @@ impl Keeper {
             barriers: Vec::new(),
             others: None,
             outline: Vec::new(),
+            refused: false,
             next_resync,
             repairs_spent_until: Instant::now(),
             failures: 0,
@@ -394,10 +397,15 @@ impl Keeper {
         writes: &[Write],
         wanted: &FirewallWanted,
     ) -> Result<bool, String> {
-        let Err(err) = renderer.write(writes).await else { return Ok(true) };
+        let Err(err) = renderer.write(writes).await else {
+            self.refused = false;
+            return Ok(true);
+        };
         let refused =
             matches!(&err, ChildError::Failed { .. }) && !err.to_string().contains("xtables lock");
-        if refused && self.do_without(wanted) {
+        // Once may be somebody else's change at the same moment.
+        let again = std::mem::replace(&mut self.refused, true);
+        if refused && (!again || self.do_without(wanted)) {
             debug!("firewall: {err}");
             return Ok(false);
         }
@@ -439,8 +447,10 @@ impl Keeper {
         let mut problems = Vec::new();
         for realm in Realm::ALL.into_iter().filter(|realm| Some(*realm) != used) {
             match removal::remove(&mut self.nf, realm).await {
-                Ok(0) => {}
-                Ok(_) => info!("removed rules of ours from {}", removal::name(realm)),
+                Ok(removed) if removed.is_empty() => {}
+                Ok(removed) => {
+                    info!("removed {} from {}", removed.join(", "), removal::name(realm));
+                }
                 Err(problem) => problems.push(problem),
             }
         }

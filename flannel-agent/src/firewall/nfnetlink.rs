@@ -204,6 +204,7 @@ impl NfTables {
                 if header.kind == NLMSG_ERROR {
                     return match error(payload) {
                         Err(err) if err.kind() == io::ErrorKind::NotFound => Ok(None),
+                        Err(err) if no_nf_tables(&err) => Ok(None),
                         outcome => outcome.map(|()| None),
                     };
                 }
@@ -246,6 +247,7 @@ impl NfTables {
         for _ in 0..DUMP_TRIES {
             match self.dump_once(family, kind, filter, &take) {
                 Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(err) if no_nf_tables(&err) => return Ok(Vec::new()),
                 done => return done,
             }
         }
@@ -347,6 +349,18 @@ pub enum Deletion {
 }
 
 impl Deletion {
+    /// What goes, in nft's words; `None` for a part of something else that goes.
+    pub fn named(&self) -> Option<String> {
+        let word = |family: u8| if family == protocol::IPV4 { "ip" } else { "ip6" };
+        match self {
+            Self::Table(family, table) => Some(format!("table {} {table}", word(*family))),
+            Self::Chain(family, table, chain) => {
+                Some(format!("chain {} {table} {chain}", word(*family)))
+            }
+            Self::Rules(..) | Self::Rule(..) => None,
+        }
+    }
+
     fn message(&self) -> (u8, u8, Vec<u8>) {
         let mut attributes = Vec::new();
         let mut add = |kind, content: &[u8]| attribute(&mut attributes, kind, content);
@@ -478,6 +492,11 @@ fn error(payload: &[u8]) -> io::Result<()> {
         code if code == -libc::EINTR => Err(io::ErrorKind::Interrupted.into()),
         code => Err(io::Error::from_raw_os_error(code.saturating_neg())),
     }
+}
+
+/// Whether a kernel says that it has no such thing as `nf_tables`: then nothing is there.
+fn no_nf_tables(err: &io::Error) -> bool {
+    matches!(err.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
 }
 
 fn subsystem(kind: u8) -> u16 {

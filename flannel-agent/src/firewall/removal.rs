@@ -27,8 +27,8 @@ impl Realm {
         [Self::Nftables, Self::Iptables(Kind::Nft), Self::Iptables(Kind::Legacy)];
 }
 
-/// Removes what is ours in a realm. Returns how many objects went.
-pub async fn remove(nf: &mut NfTables, realm: Realm) -> Result<usize, String> {
+/// Removes what is ours in a realm. Returns the tables or chains that went.
+pub async fn remove(nf: &mut NfTables, realm: Realm) -> Result<Vec<String>, String> {
     let told = |err: io::Error| format!("cannot remove our rules from {}: {err}", name(realm));
     let deletions = match realm {
         Realm::Nftables => tables(nf),
@@ -37,7 +37,7 @@ pub async fn remove(nf: &mut NfTables, realm: Realm) -> Result<usize, String> {
     };
     let deletions = deletions.map_err(told)?;
     nf.delete(&deletions).map_err(told)?;
-    Ok(deletions.len())
+    Ok(deletions.iter().filter_map(Deletion::named).collect())
 }
 
 /// How people call a realm.
@@ -83,17 +83,17 @@ fn chains(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
 }
 
 /// Legacy tables are written as a whole by their own programs only.
-async fn remove_legacy() -> Result<usize, String> {
+async fn remove_legacy() -> Result<Vec<String>, String> {
     let there = fingerprint::of_legacy()
         .map_err(|err| format!("cannot read the legacy iptables tables: {err}"))?;
     if there.is_empty() {
-        return Ok(0);
+        return Ok(Vec::new());
     }
     let variant = Variant::of_kind(Kind::Legacy).await.ok_or(
         "rules of ours are left in the legacy iptables tables, and iptables-legacy, which could \
          remove them, is not installed",
     )?;
-    let mut removed = 0;
+    let mut removed = Vec::new();
     for (family, chain) in there.into_keys() {
         let Some(place) = fingerprint::place_of(chain) else { continue };
         let nothing = RuleSet { family, masquerade: Vec::new(), forward: Vec::new() };
@@ -103,22 +103,22 @@ async fn remove_legacy() -> Result<usize, String> {
             iptables::restore(&variant, family, &input).await
         };
         work.await.map_err(|err| format!("cannot remove {chain}: {err}"))?;
-        removed += 1;
+        removed.push(format!("legacy {family} chain {chain}"));
     }
     Ok(removed)
 }
 
-/// Removes all rules of ours from this host, whichever renderer made them. Returns how many
-/// objects went and what could not be removed.
-pub async fn remove_all() -> (usize, Vec<String>) {
+/// Removes all rules of ours from this host, whichever renderer made them. Returns the tables and
+/// chains that went, and what could not be removed.
+pub async fn remove_all() -> (Vec<String>, Vec<String>) {
     let mut nf = match NfTables::open() {
         Ok(nf) => nf,
-        Err(err) => return (0, vec![format!("cannot open a netfilter socket: {err}")]),
+        Err(err) => return (Vec::new(), vec![format!("cannot open a netfilter socket: {err}")]),
     };
-    let (mut removed, mut problems) = (0, Vec::new());
+    let (mut removed, mut problems) = (Vec::new(), Vec::new());
     for realm in Realm::ALL {
         match remove(&mut nf, realm).await {
-            Ok(count) => removed += count,
+            Ok(names) => removed.extend(names),
             Err(problem) => problems.push(problem),
         }
     }

@@ -170,7 +170,9 @@ impl Renderer {
                     for place in PLACES {
                         if differs(&(set.family, place.chain)) {
                             let found = iptables::read(variant, set.family, place).await?;
-                            input += &iptables::restore_input(set, place, position, &found);
+                            if !iptables::right(set, place, position, &found) {
+                                input += &iptables::restore_input(set, place, position, &found);
+                            }
                         }
                     }
                     if !input.is_empty() {

@@ -62,8 +62,12 @@ pub fn ifindex(name: &str) -> u32 {
 
 /// The programs at the TCX ingress of a device, in their order.
 pub fn tcx(device: &str) -> Vec<ProgramInfo> {
-    let (_, programs) = SchedClassifier::query_tcx(device, TcAttachType::Ingress).expect("queried");
-    programs
+    tcx_at(device, TcAttachType::Ingress)
+}
+
+/// The programs at a TCX hook of a device, in their order.
+pub fn tcx_at(device: &str, side: TcAttachType) -> Vec<ProgramInfo> {
+    SchedClassifier::query_tcx(device, side).expect("queried").1
 }
 
 /// The filters at the clsact ingress of a device, as `tc` prints them.
@@ -77,8 +81,14 @@ pub fn object() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bpf/flannel-ebpf")
 }
 
-/// Gives one packet to a program (`BPF_PROG_TEST_RUN`); returns what the program returned.
+/// Gives one packet to a program; returns what the program returned.
 pub fn test_run(program: &ProgramInfo, packet: &[u8]) -> i32 {
+    test_run_repeated(program, packet, 1).0
+}
+
+/// Gives a packet to a program (`BPF_PROG_TEST_RUN`), over and over again. Returns what the program
+/// returned at last, what became of the packet, and nanoseconds for each time.
+pub fn test_run_repeated(program: &ProgramInfo, packet: &[u8], repeat: u32) -> (i32, Vec<u8>, u32) {
     /// The kernel's `union bpf_attr`, member `test`, up to what is used.
     #[repr(C)]
     #[derive(Default)]
@@ -94,16 +104,21 @@ pub fn test_run(program: &ProgramInfo, packet: &[u8]) -> i32 {
     }
     const BPF_PROG_TEST_RUN: libc::c_long = 10;
     let descriptor = program.fd().expect("a descriptor");
+    let mut out = vec![0; packet.len() + 256];
     let mut attributes = TestRun {
         prog_fd: std::os::fd::AsFd::as_fd(&descriptor).as_raw_fd().cast_unsigned(),
         data_size_in: u32::try_from(packet.len()).expect("short"),
         data_in: packet.as_ptr() as u64,
+        data_size_out: u32::try_from(out.len()).expect("short"),
+        data_out: out.as_mut_ptr() as u64,
+        repeat,
         ..TestRun::default()
     };
-    // SAFETY: the kernel reads the packet and the attributes and writes to the attributes.
+    // SAFETY: the kernel reads the packet and writes to `out` and the attributes.
     let result = unsafe {
         libc::syscall(libc::SYS_bpf, BPF_PROG_TEST_RUN, &raw mut attributes, size_of::<TestRun>())
     };
     assert_eq!(result, 0, "test run: {}", std::io::Error::last_os_error());
-    attributes.retval.cast_signed()
+    out.truncate(attributes.data_size_out as usize);
+    (attributes.retval.cast_signed(), out, attributes.duration)
 }

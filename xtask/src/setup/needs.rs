@@ -6,7 +6,7 @@ use crate::{tool, toolchain};
 
 /// Something that has to be on the system.
 pub struct Need {
-    /// A program's name, or a file's below a protobuf include directory.
+    /// A program's name or path, or a file's below a protobuf include directory.
     pub what: &'static str,
     /// Debian's package with it.
     pub package: &'static str,
@@ -30,10 +30,14 @@ pub const ALL: &[Need] = &[
     need("ping", "iputils-ping", "lab"),
     need("nft", "nftables", "lab"),
     need("iptables", "iptables", "lab"),
+    need("busybox", "busybox-static", "the image's shell"),
+    need("/etc/ssl/certs/ca-certificates.crt", "ca-certificates", "the image"),
     need("ethtool", "ethtool", "lab"),
     need("tcpdump", "tcpdump", "looking at packets"),
     need("iperf3", "iperf3", "the demo's throughput figure"),
+    need("kubectl", "kubernetes-client", "checking manifests"),
     need("openssl", "openssl", "lab certificates"),
+    need("/usr/lib/cni/bridge", "containernetworking-plugins", "lab"),
 ];
 
 const fn need(what: &'static str, package: &'static str, purpose: &'static str) -> Need {
@@ -43,7 +47,11 @@ const fn need(what: &'static str, package: &'static str, purpose: &'static str) 
 impl Need {
     /// Whether it is there.
     pub fn is_met(&self) -> bool {
-        if self.what.contains('/') { has_proto(self.what) } else { tool::has(self.what) }
+        match self.what {
+            path if path.starts_with('/') => Path::new(path).exists(),
+            proto if proto.contains('/') => has_proto(proto),
+            program => tool::has(program),
+        }
     }
 }
 
@@ -63,6 +71,8 @@ mod tests {
     #[test]
     fn a_need_is_met_by_what_is_there_only() {
         assert!(need("sh", "dash", "").is_met());
+        assert!(need("/proc/self/status", "", "").is_met());
+        assert!(!need("/no/such/file", "", "").is_met());
         assert!(!need("no-such-program-anywhere", "", "").is_met());
         assert!(!need("no/such.proto", "", "").is_met());
     }

@@ -133,6 +133,7 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let plain = !options.gbp && !options.learning;
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
+        pod_devices: pod_devices(tables, tunnels),
         vni: options.vni,
         port: options.port,
         peers: entries(sources.peers),
@@ -151,6 +152,19 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
             link.vxlan.as_ref().is_some_and(|vxlan| vxlan.port == options.port) && !ours(link.index)
         }),
     }
+}
+
+/// The devices with an address in our own subnet: the CNI's bridge, or the host's ends of pods'
+/// cables where there is none.
+pub fn pod_devices(tables: &Tables, tunnels: &[Tunnel]) -> Vec<u32> {
+    let carries = |link: u32| {
+        tables.addresses.keys().any(|address| {
+            address.link == link
+                && tunnels.iter().any(|tunnel| tunnel.own.contains(&address.net.addr()))
+        })
+    };
+    let ours = |link: u32| tunnels.iter().any(|tunnel| tunnel.link == link);
+    tables.links.keys().copied().filter(|link| !ours(*link) && carries(*link)).collect()
 }
 
 fn end(sources: &Sources<'_>, family: Family) -> Option<TunnelEnd> {

@@ -26,8 +26,11 @@ pub(super) const UNDERLAY_INGRESS: Hook = Hook { program: "underlay_ingress", si
 /// The tunnel device: what is to go into the tunnel.
 pub(super) const TUNNEL_EGRESS: Hook = Hook { program: "tunnel_egress", side: Side::Egress };
 
+/// A device that carries pods: what they send.
+pub(super) const POD_GUARD: Hook = Hook { program: "pod_guard", side: Side::Ingress };
+
 /// All of them.
-pub(super) const HOOKS: [Hook; 2] = [UNDERLAY_INGRESS, TUNNEL_EGRESS];
+pub(super) const HOOKS: [Hook; 3] = [UNDERLAY_INGRESS, TUNNEL_EGRESS, POD_GUARD];
 
 impl Side {
     /// As aya calls it.

@@ -15,6 +15,8 @@ use crate::{lease::Subnets, mac::MacAddr};
 pub struct FastPathWanted {
     /// The underlay's devices, by interface index.
     pub underlay: Vec<u32>,
+    /// The devices that carry our pods.
+    pub pod_devices: Vec<u32>,
     /// The tunnel's VNI, 24 bits.
     pub vni: u32,
     /// The tunnel's UDP port.

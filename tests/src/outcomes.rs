@@ -1,0 +1,28 @@
+//! What the eBPF programs have counted, read from their pinned map: fresh, and without the agent.
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use crate::node::Node;
+
+/// Where the pins of `flannel.1` are: a bpf file system takes no dots in names.
+pub const PINS: &str = "/sys/fs/bpf/flannel/flannel:1";
+
+/// Numbers of the contract between programs and agent.
+pub const ENCAPSULATED: u32 = 6;
+/// Taken out of the tunnel.
+pub const DECAPSULATED: u32 = 7;
+/// Refused: made by a local pod.
+pub const DROP_LOCAL_POD: u32 = 39;
+
+/// Packets counted under an outcome's number.
+pub fn count(node: &Node, number: u32) -> Result<u64> {
+    let text = node.shell(&format!("bpftool -j map dump pinned {PINS}/v*/OUTCOMES"))?.stdout;
+    let entries: Value = serde_json::from_slice(&text)?;
+    let entry = entries.as_array().context("no entries")?.iter().find_map(|entry| {
+        let formatted = entry.get("formatted").unwrap_or(entry);
+        (formatted["key"] == number).then_some(formatted)
+    });
+    let values = entry.context("no such outcome")?["values"].as_array().context("no values")?;
+    Ok(values.iter().filter_map(|cpu| cpu["value"]["packets"].as_u64()).sum())
+}
