@@ -1,12 +1,17 @@
 //! The running agent: start-up order, the event loop, and what happens when a lease is lost.
 //!
 //! Everything runs on one thread. The loop knows four causes for work: the store said something,
-//! the kernel's state changed under us, the store's task ended, two seconds passed. Each ends in
-//! [`Agent::apply`], which makes the kernel equal to the wanted state.
+//! the kernel's state changed under us, the store's task ended, we were suspended. Each ends in
+//! [`Agent::apply`], which makes the kernel equal to the wanted state: all of it, or, when only
+//! some peers' leases changed, these peers' part.
 
 use std::{collections::BTreeSet, future::Future, pin::Pin, rc::Rc, time::Duration};
 
-use tokio::{sync::mpsc, time::MissedTickBehavior};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::mpsc,
+    time::{Instant, sleep},
+};
 use tracing::{error, info, warn};
 
 use crate::{
@@ -15,21 +20,18 @@ use crate::{
     config::NetworkConfig,
     firewall::{Firewall, FirewallPolicy},
     lease::{Lease, LeaseAttributes, Subnets},
-    peer_table::PeerTable,
+    peer_table::{Changed, PeerTable},
     state::SharedState,
     subnet_env::{SubnetEnv, SubnetFile},
     subnet_manager::{
         Connection, GrantedLease, LeaseLost, LeaseRequest, NodePublicAddresses, StoreError,
         StoreEvent, SubnetManager,
     },
-    telemetry::health::Condition,
+    telemetry::health::{Condition, HEARTBEAT},
 };
 
 /// Pause between tries of anything the start waits for.
 const RETRY: Duration = Duration::from_secs(1);
-
-/// How often the loop shows that it turns.
-const HEARTBEAT: Duration = Duration::from_secs(2);
 
 /// How long a lease check after a suspension may take before the store counts as away.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(3);
@@ -126,7 +128,7 @@ where
                 }
             }
         }
-        tokio::time::sleep(RETRY).await;
+        sleep(RETRY).await;
     }
 }
 
@@ -158,7 +160,7 @@ async fn lease(
                 }
             }
         }
-        tokio::time::sleep(RETRY).await;
+        sleep(RETRY).await;
     }
     acquire(store, config, backend.attributes(), previous, state).await
 }
@@ -211,13 +213,23 @@ impl Agent {
     /// Calls `first_ready` once, when everything holds for the first time.
     pub async fn run(mut self, first_ready: impl FnOnce()) -> Result<(), Exit> {
         let mut first_ready = Some(first_ready);
+        let state = Rc::clone(&self.state);
         let (events_in, mut events) = mpsc::channel(64);
         let mut store_task = self.keep_lease(&events_in);
-        self.apply().await;
+        self.apply(&Changed::Everything).await;
 
-        let mut heartbeat = tokio::time::interval(HEARTBEAT);
-        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Whoever stops us with SIGSTOP says with this that we go on.
+        let mut resumed = signal(SignalKind::from_raw(libc::SIGCONT))
+            .map_err(|err| Exit::failure(format!("cannot handle signals: {err}")))?;
+        let mut suspended = false;
+        let mut checked = Instant::now();
         loop {
+            suspended |= self.state.telemetry.readiness.beat().is_some();
+            if suspended || self.doubtful && checked.elapsed() >= RETRY {
+                suspended = false;
+                self.check_lease().await;
+                checked = Instant::now();
+            }
             if self.state.telemetry.readiness.missing().is_empty()
                 && let Some(first_ready) = first_ready.take()
             {
@@ -227,8 +239,9 @@ impl Agent {
             }
             tokio::select! {
                 biased;
+                _ = resumed.recv() => suspended = true,
                 Some(event) = events.recv() => {
-                    let mut changed = false;
+                    let mut changed = Changed::Nothing;
                     let mut next = Some(event);
                     while let Some(event) = next {
                         match event {
@@ -237,13 +250,11 @@ impl Agent {
                                 // What is left in the channel is the old task's.
                                 while events.try_recv().is_ok() {}
                             }
-                            other => changed |= self.fold(other),
+                            other => changed.and(self.fold(other)),
                         }
                         next = events.try_recv().ok();
                     }
-                    if changed {
-                        self.apply().await;
-                    }
+                    self.apply(&changed).await;
                 }
                 end = &mut store_task => match end? {
                     StoreTask::Ended => {
@@ -253,21 +264,16 @@ impl Agent {
                     StoreTask::Acquired(granted) => {
                         self.granted = granted;
                         store_task = self.keep_lease(&events_in);
-                        self.apply().await;
+                        self.apply(&Changed::Everything).await;
                     }
                 },
-                () = self.backend.changed() => self.apply().await,
+                () = self.backend.changed() => self.apply(&Changed::Everything).await,
                 () = self.firewall.changed() => {
                     self.take_firewall_report();
                     self.write_subnet_file(&self.granted.lease.clone());
                 }
-                _ = heartbeat.tick() => {
-                    // Counters go on between passes.
-                    self.state.set_backend(self.backend.status());
-                    if self.state.telemetry.readiness.beat().is_some() || self.doubtful {
-                        self.check_lease().await;
-                    }
-                }
+                () = state.asked() => state.set_backend(self.backend.status()),
+                () = sleep(if self.doubtful { RETRY } else { HEARTBEAT }) => {}
             }
         }
     }
@@ -332,14 +338,14 @@ impl Agent {
         }
     }
 
-    /// Takes in what the store said. Returns whether the wanted state changed.
-    fn fold(&mut self, event: StoreEvent) -> bool {
+    /// Takes in what the store said. Tells which peers differ now.
+    fn fold(&mut self, event: StoreEvent) -> Changed {
         match event {
             StoreEvent::Peers(update) => self.change_peers(|peers| peers.apply(update)),
             StoreEvent::Renewed { expires } => {
                 self.granted.expires = expires;
                 self.state.set_lease(&self.granted);
-                false
+                Changed::Nothing
             }
             StoreEvent::Connection(connection) => {
                 match &connection {
@@ -350,7 +356,7 @@ impl Agent {
                     ),
                 }
                 self.state.set_connection(&connection);
-                false
+                Changed::Nothing
             }
             StoreEvent::ConfigChanged(change) => {
                 if let Some(change) = &change {
@@ -359,9 +365,9 @@ impl Agent {
                     info!("the network configuration is the one in use again");
                 }
                 self.state.set_config_change(change);
-                false
+                Changed::Nothing
             }
-            StoreEvent::Lost(_) => false,
+            StoreEvent::Lost(_) => Changed::Nothing,
         }
     }
 
@@ -386,14 +392,22 @@ impl Agent {
     }
 
     /// Makes the kernel and `subnet.env` equal to the wanted state, and says what is wrong.
-    async fn apply(&mut self) {
+    async fn apply(&mut self, changed: &Changed) {
         let state = Rc::clone(&self.state);
         let _pass = state.telemetry.heartbeat.pass("applying the wanted state");
         let lease = self.granted.lease.clone();
-        let port = self.backend.tunnel_port();
-        self.firewall.want(self.policy.wanted(&self.config, lease.subnets, port));
-        self.take_firewall_report();
-        let report = self.backend.apply(&lease, &self.peers).await;
+        let report = match changed {
+            Changed::Nothing => return,
+            Changed::Peers(changed) => {
+                self.backend.apply_changed(&lease, &self.peers, changed).await
+            }
+            Changed::Everything => {
+                let port = self.backend.tunnel_port();
+                self.firewall.want(self.policy.wanted(&self.config, lease.subnets, port));
+                self.take_firewall_report();
+                self.backend.apply(&lease, &self.peers).await
+            }
+        };
         self.state.set_applied(&report, self.backend.status());
 
         let problems: BTreeSet<_> = report.problems.iter().cloned().collect();

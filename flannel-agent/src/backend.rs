@@ -10,12 +10,12 @@ pub mod registry;
 pub mod udp;
 pub mod vxlan;
 
-use std::{future::Future, pin::Pin};
+use std::{collections::BTreeSet, future::Future, pin::Pin};
 
 use async_trait::async_trait;
 
 use crate::{
-    lease::{Lease, LeaseAttributes},
+    lease::{Lease, LeaseAttributes, Subnets},
     peer_table::PeerTable,
 };
 
@@ -69,6 +69,19 @@ pub trait Backend {
     /// Makes the kernel equal to the wanted state: our own lease and all peers. While `peers` is
     /// not [`synced`](PeerTable::synced), nothing that may belong to a peer is removed.
     async fn apply(&mut self, own: &Lease, peers: &PeerTable) -> ApplyReport;
+
+    /// As [`apply`](Self::apply), and may look at nothing but these peers: all else is as the last
+    /// pass left it, as far as this backend knows. The report is about all peers nevertheless.
+    async fn apply_changed(
+        &mut self,
+        own: &Lease,
+        peers: &PeerTable,
+        changed: &BTreeSet<Subnets>,
+    ) -> ApplyReport {
+        // To look at more than asked is always right.
+        let _ = changed;
+        self.apply(own, peers).await
+    }
 
     /// Resolves when something outside made the kernel's state differ (a device, route, neighbour
     /// or rule changed or went away) or a retry is due. Cancel-safe.

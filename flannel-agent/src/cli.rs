@@ -39,6 +39,8 @@ pub enum Command {
     Peers(PeersArgs),
     /// List the flows that bypass the host's stack.
     Flows(FlowsArgs),
+    /// Remove what agents made.
+    Cleanup(CleanupArgs),
     /// Carry over what is kept with etcd's v2 API.
     MigrateEtcdV2(Box<MigrateArgs>),
     /// Turn `subnet.env` into Docker's options; the words are the script's own (§6.5).
@@ -154,6 +156,23 @@ pub struct FlowsArgs {
     pub bpf_pin_dir: PathBuf,
 }
 
+/// Arguments of `cleanup`.
+#[derive(Clone, Debug, Args)]
+pub struct CleanupArgs {
+    /// How to print, and the socket at which no agent may answer.
+    #[command(flatten)]
+    pub client: ClientArgs,
+    /// The agent's subnet file.
+    #[arg(long, value_name = "PATH", default_value = flags::DEFAULT_SUBNET_FILE)]
+    pub subnet_file: PathBuf,
+    /// The agent's state directory.
+    #[arg(long, value_name = "DIR", default_value = flags::DEFAULT_STATE_DIR)]
+    pub state_dir: PathBuf,
+    /// The agent's directory of pinned eBPF objects.
+    #[arg(long, value_name = "DIR", default_value = flags::DEFAULT_BPF_PIN_DIR)]
+    pub bpf_pin_dir: PathBuf,
+}
+
 /// Arguments of `install-cni`. An empty target leaves that file out.
 #[derive(Clone, Debug, Args)]
 pub struct InstallCniArgs {
@@ -221,6 +240,11 @@ const SUBCOMMANDS: &[Subcommand] = &[
         name: "flows",
         about: "List the flows that bypass the host's stack, from the pinned maps",
         parse: |s, words, env| Ok(Command::Flows(s.client_args(words, env)?)),
+    },
+    Subcommand {
+        name: "cleanup",
+        about: "Remove devices, routes, eBPF programs and files that a stopped agent left",
+        parse: |s, words, env| Ok(Command::Cleanup(s.client_args(words, env)?)),
     },
     Subcommand {
         name: "migrate-etcd-v2",

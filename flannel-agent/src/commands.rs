@@ -1,5 +1,6 @@
 //! The commands beside running the agent.
 
+pub mod cleanup;
 pub mod flows;
 pub mod migrate_etcd_v2;
 pub mod peers;

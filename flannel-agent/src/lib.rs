@@ -6,12 +6,14 @@
 
 pub mod agent;
 pub mod backend;
+pub mod cleanup;
 pub mod cli;
 pub mod cni;
 pub mod commands;
 pub mod config;
 pub mod control;
 pub mod datapath;
+pub mod device_claim;
 pub mod external_interface;
 pub mod firewall;
 pub mod go_json;
@@ -58,6 +60,7 @@ pub fn main() -> ExitCode {
             };
             finish(commands::flows::run(&args, &read, &mut std::io::stdout()))
         }
+        Command::Cleanup(args) => finish(commands::cleanup::run(&args, &mut std::io::stdout())),
         Command::MigrateEtcdV2(args) => {
             finish(commands::migrate_etcd_v2::run(&args, &mut std::io::stdout()))
         }

@@ -6,7 +6,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    fmt, io,
+    fmt,
+    hash::Hash,
+    io,
     net::IpAddr,
 };
 
@@ -15,7 +17,7 @@ use ipnet::{IpNet, Ipv6Net};
 use crate::{
     mac::MacAddr,
     netlink::{
-        mirror::Tables,
+        mirror::{Keys, Tables},
         neighbour::{Forwarding, Neighbour},
         route::{OUR_PROTOCOL, Route, Via},
         socket::Request,
@@ -178,20 +180,28 @@ impl Wanted {
 
     /// Compares with the kernel's tables.
     pub fn plan(&self, tables: &Tables) -> Plan {
+        self.plan_at(tables, None)
+    }
+
+    /// Compares with the kernel's tables at these places; everywhere if there are none given.
+    pub fn plan_at(&self, tables: &Tables, keys: Option<&Keys>) -> Plan {
         let mut plan = Plan::default();
         let changes = &mut plan.changes;
-        let forwarding =
-            self.forwarding.iter().filter(|(k, v)| tables.forwarding.get(k) != Some(v));
-        changes.extend(forwarding.map(|(&(link, mac), &remote)| {
-            Change::SetForwarding(Forwarding { link, mac, remote })
-        }));
-        let neighbours =
-            self.neighbours.iter().filter(|(k, v)| tables.neighbours.get(k) != Some(v));
+        let forwarding = at(&self.forwarding, keys.map(|keys| &keys.forwarding));
+        changes.extend(forwarding.filter(|(k, v)| tables.forwarding.get(k) != Some(v)).map(
+            |(&(link, mac), &remote)| Change::SetForwarding(Forwarding { link, mac, remote }),
+        ));
+        let neighbours = at(&self.neighbours, keys.map(|keys| &keys.neighbours));
         changes.extend(
-            neighbours.map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
+            neighbours
+                .filter(|(k, v)| tables.neighbours.get(k) != Some(v))
+                .map(|(&(link, ip), &mac)| Change::SetNeighbour(Neighbour { link, ip, mac })),
         );
-
-        for (destination, via) in &self.routes {
+        let routes: &mut dyn Iterator<Item = (&IpNet, &Via)> = match keys {
+            None => &mut self.routes.iter(),
+            Some(keys) => &mut keys.routes.iter().filter_map(|key| self.routes.get_key_value(key)),
+        };
+        for (destination, via) in routes {
             if tables.routes_to(destination).any(|route| self.right(route, via)) {
                 continue;
             }
@@ -211,7 +221,8 @@ impl Wanted {
         }
         if self.blackhole_own {
             let holes = |own: &&IpNet| {
-                !tables.routes_to(own).any(|route| matches!(route.via, Via::Blackhole))
+                keys.is_none_or(|keys| keys.routes.contains(*own))
+                    && !tables.routes_to(own).any(|route| matches!(route.via, Via::Blackhole))
             };
             changes.extend(self.own.iter().filter(holes).map(|own| {
                 Change::SetRoute(Route {
@@ -222,11 +233,11 @@ impl Wanted {
                 })
             }));
         }
-        self.plan_removals(tables, changes);
+        self.plan_removals(tables, keys, changes);
         plan
     }
 
-    fn plan_removals(&self, tables: &Tables, changes: &mut Vec<Change>) {
+    fn plan_removals(&self, tables: &Tables, keys: Option<&Keys>, changes: &mut Vec<Change>) {
         let set: BTreeSet<(IpNet, u32)> = changes
             .iter()
             .filter_map(|change| match change {
@@ -234,7 +245,11 @@ impl Wanted {
                 _ => None,
             })
             .collect();
-        for route in tables.routes.iter().filter(|route| self.ours(route)) {
+        let routes: &mut dyn Iterator<Item = &Route> = match keys {
+            None => &mut tables.routes.iter(),
+            Some(keys) => &mut keys.routes.iter().flat_map(|key| tables.routes_to(key)),
+        };
+        for route in routes.filter(|route| self.ours(route)) {
             let own = self.own.contains(&route.destination);
             let replaced = set.contains(&(route.destination, route.metric));
             let hole = own && self.blackhole_own && matches!(route.via, Via::Blackhole);
@@ -247,17 +262,28 @@ impl Wanted {
             return;
         }
         let on_ours = |link: u32| self.devices.contains(&link);
-        for (&(link, ip), &mac) in &tables.neighbours {
+        for (&(link, ip), &mac) in at(&tables.neighbours, keys.map(|keys| &keys.neighbours)) {
             if on_ours(link) && !self.neighbours.contains_key(&(link, ip)) {
                 changes.push(Change::RemoveNeighbour(Neighbour { link, ip, mac }));
             }
         }
-        for (&(link, mac), &remote) in &tables.forwarding {
+        for (&(link, mac), &remote) in at(&tables.forwarding, keys.map(|keys| &keys.forwarding)) {
             // The all-zero entry is the default destination: nothing flannel ever sets.
             if on_ours(link) && mac.is_station() && !self.forwarding.contains_key(&(link, mac)) {
                 changes.push(Change::RemoveForwarding(Forwarding { link, mac, remote }));
             }
         }
+    }
+}
+
+/// The entries of a map at these keys; all of them if there are no keys given.
+fn at<'a, K: Eq + Hash + Ord, V>(
+    map: &'a HashMap<K, V>,
+    keys: Option<&'a BTreeSet<K>>,
+) -> Box<dyn Iterator<Item = (&'a K, &'a V)> + 'a> {
+    match keys {
+        None => Box::new(map.iter()),
+        Some(keys) => Box::new(keys.iter().filter_map(|key| map.get_key_value(key))),
     }
 }
 

@@ -107,6 +107,9 @@ async fn run_until_failure(
         agent.run(announce_readiness).await
     };
     tokio::select! {
+        // In this order: nobody is told that we are ready before the agent has seen that we were
+        // suspended.
+        biased;
         result = agent => result,
         () = servers.serve() => Ok(()),
     }

@@ -1,8 +1,12 @@
 //! What the agent's loop knows, in the form in which servers and commands ask for it.
 
-use std::{cell::RefCell, collections::HashMap, net::IpAddr, path::PathBuf, rc::Rc};
+use std::{
+    cell::RefCell, collections::HashMap, net::IpAddr, path::PathBuf, rc::Rc, time::Duration,
+};
 
+use async_trait::async_trait;
 use serde_json::{Value, json};
+use tokio::{sync::Notify, time::timeout};
 
 use crate::{
     backend::ApplyReport,
@@ -19,6 +23,9 @@ use crate::{
     },
 };
 
+/// How long the loop may take to look before what it said last is shown.
+const ANSWER: Duration = Duration::from_millis(200);
+
 /// The agent's state as others see it. The loop writes, the servers read, all on one thread.
 pub struct SharedState {
     /// Readiness, metrics, heartbeat.
@@ -26,6 +33,8 @@ pub struct SharedState {
     store_kind: &'static str,
     pin_dir: PathBuf,
     inner: RefCell<Inner>,
+    asked: Notify,
+    answered: Notify,
 }
 
 #[derive(Default)]
@@ -37,7 +46,14 @@ struct Inner {
 impl SharedState {
     /// The state of an agent that has only just been told which store to use.
     pub fn new(telemetry: Rc<Telemetry>, store_kind: &'static str, pin_dir: PathBuf) -> Self {
-        let state = Self { telemetry, store_kind, pin_dir, inner: RefCell::default() };
+        let state = Self {
+            telemetry,
+            store_kind,
+            pin_dir,
+            inner: RefCell::default(),
+            asked: Notify::new(),
+            answered: Notify::new(),
+        };
         state.set_connection(&Connection::Down("not asked yet".to_owned()));
         state
     }
@@ -77,7 +93,7 @@ impl SharedState {
 
     /// Replaces the table of peers that is shown.
     pub fn set_peers(&self, peers: Rc<PeerTable>) {
-        let wanted = peers.peers().count();
+        let wanted = peers.len();
         self.telemetry.metrics.peers_wanted.set(i64::try_from(wanted).unwrap_or(i64::MAX));
         let mut inner = self.inner.borrow_mut();
         inner.status.peers_wanted = wanted;
@@ -108,6 +124,14 @@ impl SharedState {
         inner.status.datapath = text("mode")
             .map(|mode| DatapathStatus { mode, reason: text("reason").unwrap_or_default() });
         inner.status.backend = backend;
+        drop(inner);
+        self.answered.notify_waiters();
+    }
+
+    /// Resolves when somebody wants to see what the backend shows now: the loop answers by
+    /// [`set_backend`](Self::set_backend). Cancel-safe.
+    pub async fn asked(&self) {
+        self.asked.notified().await;
     }
 }
 
@@ -122,7 +146,15 @@ impl SharedState {
     }
 }
 
+#[async_trait(?Send)]
 impl StateSource for SharedState {
+    async fn freshen(&self) {
+        let answered = self.answered.notified();
+        self.asked.notify_one();
+        // A loop that is busy, or not turning yet, has to be told of as well.
+        let _ = timeout(ANSWER, answered).await;
+    }
+
     fn status(&self) -> Status {
         let Status { version, uptime_seconds, ready, missing, .. } = self.telemetry.base_status();
         Status { version, uptime_seconds, ready, missing, ..self.inner.borrow().status.clone() }

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use ipnet::{Ipv4Net, Ipv6Net};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use tracing::warn;
 
 use crate::{config::NetworkConfig, go_json, lease::Subnets};
@@ -238,7 +238,7 @@ impl SubnetFile {
     /// # Errors
     /// If another agent runs with the same file, or the lock cannot be made.
     pub async fn lock(&self, patience: Duration) -> Result<SubnetFileLock, SubnetFileError> {
-        let path = self.beside(".lock");
+        let path = self.lock_path();
         let dir = parent(&self.path);
         let failed = |action, path: &Path, e| SubnetFileError::new(action, path, e);
         fs::DirBuilder::new()
@@ -264,6 +264,26 @@ impl SubnetFile {
                 Err(fs::TryLockError::Error(e)) => return Err(failed("lock", &path, e)),
             }
         }
+    }
+
+    /// The file that is locked while an agent runs.
+    pub fn lock_path(&self) -> PathBuf {
+        self.beside(".lock")
+    }
+
+    /// The cluster's networks that this file, or the one before it, names.
+    pub fn networks(&self) -> Vec<IpNet> {
+        let files = [read(&self.path), read(&self.beside(".previous"))];
+        let of = |previous: PreviousSubnets| {
+            let v4 = previous.network_v4.map(IpNet::from);
+            v4.into_iter().chain(previous.network_v6.map(IpNet::from))
+        };
+        files.into_iter().flatten().flat_map(of).collect()
+    }
+
+    /// Every file that an agent makes for this one.
+    pub fn all_files(&self) -> [PathBuf; 3] {
+        [self.path.clone(), self.beside(".previous"), self.lock_path()]
     }
 
     /// A hidden file in the same directory.

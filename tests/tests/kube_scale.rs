@@ -8,19 +8,21 @@ use flannel_lab::{
     prelude::*,
 };
 
-/// A node as large as those of real clusters: 50 images, 12.5 KB.
+/// A node as large as those that real flannel was measured with: 55 images, some 12.5 KB.
 fn large_node(number: usize) -> Value {
     let (high, low) = (number / 256, number % 256);
     let mut node =
         plain_node(&format!("worker-{number}"), &[&format!("10.{}.{low}.0/24", 80 + high)]);
     let mac = format!("02:fa:00:01:{high:02x}:{low:02x}");
     annotate(&mut node, &flannel_annotations(&format!("198.18.{high}.{low}"), &mac));
-    let images: Vec<Value> = (0..50)
+    let images: Vec<Value> = (0..55)
         .map(|image| {
             let digest = "0123456789abcdef".repeat(4);
             let names = [
-                format!("registry.example.org/team-{image}/service@sha256:{digest}"),
-                format!("registry.example.org/team-{image}/service:v1.{image}.{number}"),
+                format!("registry.example.org/team-{image}/some-longer-service@sha256:{digest}"),
+                format!(
+                    "registry.example.org/team-{image}/some-longer-service:v1.{image}.{number}"
+                ),
             ];
             json!({"names": names, "sizeBytes": 100_000_000 + image})
         })

@@ -105,3 +105,71 @@ fn what_others_put_on_the_device_is_left_alone() -> Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn the_devices_mac_changed_as_soon_as_it_is_made() -> Result<()> {
+    let lab = Lab::new()?;
+    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
+    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+    duo.agent.process().kill()?;
+    duo.alder.ns().ip(&["link del flannel.1"])?;
+    // As a MAC policy of the host's does.
+    let thief = "ip monitor link | grep -m 1 --line-buffered 'flannel.1:' > /dev/null
+        ip link set flannel.1 address 02:de:ad:00:00:01 && echo done";
+    let mut command = duo.alder.command("sh");
+    command.args(["-c", thief]);
+    let log = duo.alder.dir().join("thief.log");
+    let mut thief = flannel_lab::process::Process::spawn(command, &log, false)?;
+    sleep(Duration::from_millis(300));
+    duo.start_agent_again()?;
+    // Its second event ends the monitor.
+    duo.alder.ns().ip(&["link set eth0 alias x"])?;
+    thief.wait(SOON)?;
+    ensure!(thief.log().contains("done"), "{}", thief.log());
+    eventually("the MAC is the published one again", SOON, || {
+        let there = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+        ensure!(there == mac, "{there} instead of {mac}");
+        Ok(Some(()))
+    })?;
+    ensure!(duo.own_lease()?["BackendData"]["VtepMAC"] == mac, "another MAC was published");
+    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON).map(drop)
+}
+
+#[test]
+fn a_wrong_mac_in_our_own_lease_is_put_right() -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = Duo::plain(&lab, Etcd::new(&lab)?)?;
+    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+    let mut wrong = duo.own_lease()?;
+    wrong["BackendData"]["VtepMAC"] = json!("02:de:ad:00:00:03");
+    duo.store.put_lease(&duo.env.key()?, &wrong)?;
+    eventually("device and lease agree", SOON, || {
+        let there = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+        let told = duo.own_lease()?["BackendData"]["VtepMAC"].clone();
+        ensure!(there == mac && told == mac, "device {there}, lease {told}");
+        Ok(Some(()))
+    })?;
+    traffic::wait_reaches(duo.theirs.ns(), duo.ours.v4()?, SOON).map(drop)
+}
+
+#[test]
+fn foreign_addresses_on_the_device_outlive_a_restart_and_ours_is_back() -> Result<()> {
+    let lab = Lab::new()?;
+    let mut duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
+    let own = format!("{}/32", duo.env.subnet_v4()?.trim_end_matches("/24"));
+    let mac = duo.alder.link("flannel.1")?.context("no device")?["address"].clone();
+    duo.agent.process().kill()?;
+    duo.alder.ns().ip(&[
+        "addr add 169.254.7.7/16 dev flannel.1",
+        "addr add 192.0.2.77/24 dev flannel.1",
+        &format!("addr del {own} dev flannel.1"),
+    ])?;
+    duo.start_agent_again()?;
+    let (birch, _) = duo.birch_vteps()?;
+    let mut wanted = duo.wanted(&[birch])?;
+    wanted.addresses.extend(["169.254.7.7/16".to_owned(), "192.0.2.77/24".to_owned()]);
+    duo.wait_view(&wanted, SOON)?;
+    let link = duo.alder.link("flannel.1")?.context("no device")?;
+    ensure!(link["address"] == mac, "MAC {} instead of {mac}", link["address"]);
+    traffic::wait_reaches(duo.ours.ns(), duo.theirs.v4()?, SOON).map(drop)
+}

@@ -6,6 +6,7 @@ use std::{collections::HashMap, net::IpAddr};
 use tracing::debug;
 
 use crate::{
+    lease::LeaseAttributes,
     netlink::{mirror::Mirror, route},
     peer_table::PeerTable,
 };
@@ -31,6 +32,19 @@ impl OnLink {
                 let link = known.remove(&ip).unwrap_or_else(|| look_up(mirror, ip, devices));
                 self.0.insert(ip, link);
             }
+        }
+    }
+
+    /// Asks about one peer's public addresses, as [`ask`](Self::ask) does about all.
+    pub fn ask_of(
+        &mut self,
+        mirror: &mut Mirror,
+        attributes: &LeaseAttributes,
+        devices: &[String],
+    ) {
+        let v4 = attributes.public_ip.map(IpAddr::from);
+        for ip in v4.into_iter().chain(attributes.public_ipv6.map(IpAddr::from)) {
+            self.0.entry(ip).or_insert_with(|| look_up(mirror, ip, devices));
         }
     }
 

@@ -32,6 +32,11 @@ impl PeerRanges {
         self.0.insert(subnet, public);
     }
 
+    /// Takes `subnet` back from whoever has it.
+    pub fn remove(&mut self, subnet: &IpNet) {
+        self.0.remove(subnet);
+    }
+
     /// The range that overlaps `subnet`. None of them overlap each other, so only the neighbours
     /// in order can.
     fn overlapping(&self, subnet: &IpNet) -> Option<(IpNet, IpAddr)> {

@@ -26,20 +26,21 @@ use self::{
     device::{Device, Family, Step, Target},
     fast_path::FastPath,
     identity::StateFile,
-    peers::{Compiled, Compiler, Tunnel},
+    peers::{Compiler, Tunnel},
 };
 use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
 use crate::{
+    device_claim::DeviceClaim,
     external_interface::ExternalInterface,
-    lease::{Lease, LeaseAttributes},
+    lease::{Lease, LeaseAttributes, Subnets},
     mac::MacAddr,
     netlink::{
         link,
-        mirror::{Mirror, Scope},
+        mirror::{Heard, Keys, Mirror, Scope},
         route::Route,
     },
     peer_table::PeerTable,
-    reconciler::{Change, Wanted},
+    reconciler::Change,
     telemetry::metrics::Metrics,
 };
 
@@ -78,20 +79,22 @@ pub struct VxlanConfig {
 pub struct VxlanBackend {
     options: VxlanOptions,
     external: ExternalInterface,
-    blackhole_route: bool,
     fast_path: FastPath,
     fast_path_config: FastPathConfig,
     devices: Vec<Device>,
+    /// So that nobody takes the devices away while we run. An agent that is just stopping may
+    /// still have them.
+    _claims: Vec<DeviceClaim>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
     compiler: Compiler,
     metrics: Metrics,
     /// Answers of the kernel to "is this address on our link", until routing changes.
     on_link: OnLink,
-    /// The wanted state of the last pass, to tell tampering from our own echo.
-    wanted: Option<Wanted>,
-    /// Routes of others where the last pass wanted its own.
-    taken: Vec<Route>,
+    /// Routes of others where ours is wanted.
+    taken: BTreeSet<Route>,
+    /// Whether the last pass left something undone: then the next one looks at everything.
+    undone: bool,
     own: Vec<(String, IpNet)>,
     /// When to pass again whatever is heard.
     next_pass: Instant,
@@ -147,17 +150,17 @@ impl VxlanBackend {
         Ok(Self {
             options,
             external,
-            blackhole_route,
             fast_path: FastPath::Pending,
             fast_path_config: fast_path,
+            _claims: devices.iter().filter_map(|d| DeviceClaim::take(&d.name).ok()).collect(),
             devices,
             targets: HashMap::new(),
             mirror,
-            compiler: Compiler::default(),
+            compiler: Compiler::new(blackhole_route),
             metrics,
             on_link: OnLink::default(),
-            wanted: None,
-            taken: Vec::new(),
+            taken: BTreeSet::new(),
+            undone: true,
             own: Vec::new(),
             next_pass: Instant::now() + SAFETY_NET,
             read_anew: true,
@@ -168,15 +171,16 @@ impl VxlanBackend {
         })
     }
 
-    fn refresh(&mut self) -> Result<(), String> {
+    fn refresh(&mut self) -> Result<Heard, String> {
         let heard = self
             .mirror
             .refresh()
             .map_err(|err| format!("cannot read the kernel's links and routes: {err}"))?;
-        if heard.routing {
+        if heard.routing && self.options.direct_routing {
             self.on_link.clear();
+            self.pass_within(SETTLE);
         }
-        Ok(())
+        Ok(heard)
     }
 
     /// Brings all devices to their targets, each whatever becomes of the other. Returns how much
@@ -340,25 +344,33 @@ impl VxlanBackend {
         self.own.iter().filter_map(tunnel).collect()
     }
 
-    fn compile(&mut self, peers: &PeerTable) -> Compiled {
+    /// Compiles the leases that changed, or all. Returns where the kernel is to be compared;
+    /// `None` stands for everywhere.
+    fn compile(&mut self, peers: &PeerTable, changed: Option<&BTreeSet<Subnets>>) -> Option<Keys> {
         let tunnels = self.tunnels();
         if self.options.direct_routing {
             let devices: Vec<_> = self.devices.iter().map(|device| device.name.clone()).collect();
-            self.on_link.ask(&mut self.mirror, peers, &devices);
+            match changed {
+                None => self.on_link.ask(&mut self.mirror, peers, &devices),
+                Some(changed) => {
+                    for attributes in changed.iter().filter_map(|subnets| peers.peer(subnets)) {
+                        self.on_link.ask_of(&mut self.mirror, attributes, &devices);
+                    }
+                }
+            }
         }
-        let mut compiled =
-            self.compiler.compile(peers, &tunnels, self.mirror.tables(), &self.on_link);
-        compiled.wanted.blackhole_own = self.blackhole_route;
-        compiled
+        self.compiler.compile(peers, changed, &tunnels, self.mirror.tables(), &self.on_link)
     }
 
+    /// Makes the kernel equal to what is wanted, for the peers that changed or for all.
     fn pass(
         &mut self,
         lease: &Lease,
         peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
         report: &mut ApplyReport,
-    ) -> Result<(), String> {
-        self.refresh()?;
+    ) -> Result<Heard, String> {
+        let heard = self.refresh()?;
         let (changes, mut wrong) = self.bring_up_devices();
         report.changes += changes;
         self.own = self.own_subnets(lease)?;
@@ -366,13 +378,19 @@ impl VxlanBackend {
         report.changes += changes;
         wrong.extend(problems);
         report.problems.extend(self.mtu_problem());
-        self.refresh()?;
-        let Compiled { wanted, problems, served } = self.compile(peers);
-        report.problems.extend(problems);
-        report.peers_applied = served;
-        let plan = wanted.plan(self.mirror.tables());
-        self.wanted = Some(wanted);
-        for route in &plan.taken {
+        // What is not a change of these peers alone is looked at as a whole.
+        let more = report.changes > 0 || heard.anew || !heard.keys.is_empty() || self.undone;
+        let rerouted = heard.routing && self.options.direct_routing;
+        let changed = changed.filter(|_| !more && !rerouted);
+        if report.changes > 0 {
+            self.refresh()?;
+        }
+        let keys = self.compile(peers, changed);
+        report.problems.extend(self.compiler.problems().cloned());
+        report.peers_applied = self.compiler.served();
+        let plan = self.compiler.wanted().plan_at(self.mirror.tables(), keys.as_ref());
+        self.note_taken(plan.taken, keys.as_ref());
+        for route in &self.taken {
             report.problems.push(format!(
                 "the route {} {} is not ours: it stays, and peer {0} is not reached by the tunnel",
                 route.destination,
@@ -380,15 +398,26 @@ impl VxlanBackend {
             ));
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
-        self.taken = plan.taken;
-        if !plan.changes.is_empty() {
-            self.make(&plan.changes, report)?;
-        }
+        let heard = self.make(&plan.changes, report)?;
         self.apply_fast_path(peers, report);
-        if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
+        if wrong.is_empty() { Ok(heard) } else { Err(wrong.join("; ")) }
     }
 
-    fn make(&mut self, changes: &[Change], report: &mut ApplyReport) -> Result<(), String> {
+    /// Records which routes of others are where ours are wanted, of those that were compared.
+    fn note_taken(&mut self, taken: Vec<Route>, compared: Option<&Keys>) {
+        match compared {
+            None => self.taken.clear(),
+            Some(keys) => self.taken.retain(|route| !keys.routes.contains(&route.destination)),
+        }
+        self.taken.extend(taken);
+    }
+
+    /// Makes the changes. Returns what was heard meanwhile: our own echo, before it is taken for
+    /// somebody else's work, and theirs.
+    fn make(&mut self, changes: &[Change], report: &mut ApplyReport) -> Result<Heard, String> {
+        if changes.is_empty() {
+            return Ok(Heard::default());
+        }
         let requests = changes.iter().map(Change::request).collect();
         let outcomes = self
             .mirror
@@ -404,7 +433,6 @@ impl VxlanBackend {
                 report.peers_applied = report.peers_applied.saturating_sub(missing);
             }
         }
-        // Our own echo, before it is taken for somebody else's work.
         self.refresh()
     }
 
@@ -434,7 +462,7 @@ impl VxlanBackend {
             tables,
             underlay: tables.link(&self.external.name),
             tunnels: &self.tunnels(),
-            wanted: self.wanted.as_ref(),
+            wanted: Some(self.compiler.wanted()),
             peers,
         });
         self.pods = fast_path::pods(self.mirror.tables(), &self.tunnels());
@@ -457,9 +485,8 @@ impl VxlanBackend {
             && fast_path::pod_devices(self.mirror.tables(), &self.tunnels()) != self.pod_devices
     }
 
-    /// Whether the kernel differs from the last pass's wanted state.
-    fn differs(&self) -> bool {
-        let Some(wanted) = &self.wanted else { return true };
+    /// Whether the kernel differs from what the last pass wanted, where something was heard of.
+    fn differs(&self, heard: &Heard) -> bool {
         let tables = self.mirror.tables();
         let device_right = |device: &Device| {
             let target = device.target(tables, &self.external, &self.options);
@@ -472,10 +499,58 @@ impl VxlanBackend {
                     })
                 })
         };
-        let plan = wanted.plan(tables);
-        !self.devices.iter().all(device_right)
-            || !plan.changes.is_empty()
-            || plan.taken != self.taken
+        if !self.devices.iter().all(device_right) {
+            return true;
+        }
+        let compared = (!heard.anew).then_some(&heard.keys);
+        let plan = self.compiler.wanted().plan_at(tables, compared);
+        let known = self
+            .taken
+            .iter()
+            .filter(|route| compared.is_none_or(|keys| keys.routes.contains(&route.destination)));
+        !plan.changes.is_empty() || !known.eq(BTreeSet::from_iter(plan.taken).iter())
+    }
+
+    /// A pass, for the peers that changed or for all, and what it came to.
+    fn report(
+        &mut self,
+        own: &Lease,
+        peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
+    ) -> ApplyReport {
+        let mut report = ApplyReport::default();
+        let mut repairing = false;
+        if changed.is_none() {
+            self.next_pass = Instant::now() + SAFETY_NET;
+            self.read_anew = true;
+            repairing = std::mem::take(&mut self.repairing);
+        }
+        let heard = match self.pass(own, peers, changed, &mut report) {
+            Ok(heard) => heard,
+            Err(problem) => {
+                report.device_problem = Some(problem);
+                Heard::default()
+            }
+        };
+        if repairing {
+            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
+            self.metrics.repairs.inc_by(mended);
+            if mended > 0 {
+                info!("put {mended} kernel objects back that somebody else had changed");
+            }
+        }
+        self.undone = report.device_problem.is_some()
+            || report.problems.iter().any(|problem| problem.starts_with("cannot "));
+        if self.undone {
+            self.next_pass = self.next_pass.min(Instant::now() + RETRY);
+            self.read_anew = true;
+        } else if heard.ours && self.differs(&heard) {
+            // Somebody changed things while we did.
+            self.repairing = true;
+            self.pass_within(SETTLE);
+        }
+        self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
+        report
     }
 }
 
@@ -543,26 +618,16 @@ impl Backend for VxlanBackend {
     }
 
     async fn apply(&mut self, own: &Lease, peers: &PeerTable) -> ApplyReport {
-        let mut report = ApplyReport::default();
-        report.device_problem = self.pass(own, peers, &mut report).err();
-        if std::mem::take(&mut self.repairing) {
-            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
-            self.metrics.repairs.inc_by(mended);
-            if mended > 0 {
-                info!("put {mended} kernel objects back that somebody else had changed");
-            }
-        }
-        let failed = report.device_problem.is_some()
-            || report.problems.iter().any(|problem| problem.starts_with("cannot "));
-        self.next_pass = Instant::now() + if failed { RETRY } else { SAFETY_NET };
-        self.read_anew = true;
-        // Somebody may have changed things while we did: what was heard then is in the mirror.
-        if !failed && self.differs() {
-            self.repairing = true;
-            self.pass_within(SETTLE);
-        }
-        self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
-        report
+        self.report(own, peers, None)
+    }
+
+    async fn apply_changed(
+        &mut self,
+        own: &Lease,
+        peers: &PeerTable,
+        changed: &BTreeSet<Subnets>,
+    ) -> ApplyReport {
+        self.report(own, peers, Some(changed))
     }
 
     async fn changed(&mut self) {
@@ -583,16 +648,12 @@ impl Backend for VxlanBackend {
                     return;
                 }
             }
-            match self.mirror.refresh() {
+            match self.refresh() {
                 Ok(heard) => {
-                    if heard.routing && self.options.direct_routing {
-                        self.on_link.clear();
-                        self.pass_within(SETTLE);
-                    }
                     if self.pod_devices_differ() {
                         self.pass_within(SETTLE);
                     }
-                    if heard.ours && self.differs() {
+                    if heard.ours && self.differs(&heard) {
                         self.repairing = true;
                         return;
                     }

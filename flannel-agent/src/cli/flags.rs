@@ -21,6 +21,9 @@ use crate::firewall::{FirewallPolicy, ForwardPosition};
 /// Where the control socket is unless a flag says otherwise.
 pub const DEFAULT_CONTROL_SOCKET: &str = "/run/flannel/agent.sock";
 
+/// Where what survives a reboot is unless a flag says otherwise.
+pub const DEFAULT_STATE_DIR: &str = "/var/lib/flannel";
+
 /// Where BPF objects are pinned unless told otherwise.
 pub const DEFAULT_BPF_PIN_DIR: &str = "/sys/fs/bpf/flannel";
 /// Where the subnet file is unless a flag says otherwise.
@@ -205,7 +208,7 @@ pub struct FileFlags {
     #[arg(long, value_name = "PATH", default_value = DEFAULT_SUBNET_FILE)]
     pub subnet_file: PathBuf,
     /// What has to survive a reboot.
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/flannel")]
+    #[arg(long, value_name = "DIR", default_value = DEFAULT_STATE_DIR)]
     pub state_dir: PathBuf,
     /// Unix socket on which the agent answers `status`, `peers` and the like; empty: none.
     #[arg(long, value_name = "PATH", default_value = DEFAULT_CONTROL_SOCKET)]

@@ -18,6 +18,7 @@ mod table;
 mod tc_filter;
 mod tc_qdisc;
 mod tcx_query;
+mod teardown;
 mod wanted;
 
 use std::{
@@ -57,6 +58,7 @@ pub use self::{
     counters::read_pinned_peers,
     flow_list::read_pinned_flows,
     flows::FlowsWanted,
+    teardown::Pins,
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
 };
 
@@ -193,6 +195,8 @@ pub struct EbpfDatapath {
     shared: BTreeSet<u32>,
     /// When the next sign of life is due, if flows bypass the stack.
     next_sign: Option<Instant>,
+    /// Whether what an agent of another version pinned has been removed.
+    old_discarded: bool,
     log: Option<AbortHandle>,
 }
 
@@ -224,6 +228,7 @@ impl EbpfDatapath {
             flows: Flows::new(&mut ebpf)?,
             shared: BTreeSet::new(),
             next_sign: None,
+            old_discarded: false,
             known: BTreeMap::new(),
             indexes: IndexPool::new(MAX_PEERS),
             left_out: 0,
@@ -266,6 +271,9 @@ impl EbpfDatapath {
             let program = object::program(&mut self.ebpf, hook.program)?;
             let attached = attachments.apply(program, &self.pins, devices);
             changes = changes.and_then(|changes| Ok(changes + attached?));
+        }
+        if changes.is_ok() && !std::mem::replace(&mut self.old_discarded, true) {
+            self.pins.discard_old(&HOOKS.map(|hook| hook.program));
         }
         changes
     }

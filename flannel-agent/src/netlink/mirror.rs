@@ -89,14 +89,53 @@ impl Tables {
     }
 }
 
+/// Places in the tables: where something changed, or is to be looked at.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Keys {
+    /// Destinations of routes.
+    pub routes: BTreeSet<IpNet>,
+    /// Neighbours, by link and address.
+    pub neighbours: BTreeSet<(u32, IpAddr)>,
+    /// Forwarding entries, by link and MAC.
+    pub forwarding: BTreeSet<(u32, MacAddr)>,
+}
+
+impl Keys {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.routes.is_empty() && self.neighbours.is_empty() && self.forwarding.is_empty()
+    }
+}
+
 /// What came in since the last look.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Heard {
     /// A link, address, route, neighbour or forwarding entry in our scope changed.
     pub ours: bool,
+    /// The tables were read anew: anything in them may have changed.
+    pub anew: bool,
+    /// Routes, neighbours and forwarding entries that changed otherwise.
+    pub keys: Keys,
     /// A link, address or route outside our scope changed: decisions taken from a route look-up may
     /// differ.
     pub routing: bool,
+}
+
+impl Heard {
+    fn route(&mut self, route: &Route) {
+        self.ours = true;
+        self.keys.routes.insert(route.destination);
+    }
+
+    fn neighbour(&mut self, link: u32, ip: IpAddr) {
+        self.ours = true;
+        self.keys.neighbours.insert((link, ip));
+    }
+
+    fn forwarding(&mut self, link: u32, mac: MacAddr) {
+        self.ours = true;
+        self.keys.forwarding.insert((link, mac));
+    }
 }
 
 /// The tables and the sockets that keep them right.
@@ -172,7 +211,7 @@ impl Mirror {
             }
             self.read_all()?;
             self.stale = false;
-            heard = Heard { ours: true, routing: true };
+            heard = Heard { ours: true, routing: true, anew: true, keys: Keys::default() };
             // It is in the tables already or comes on top.
             self.listen();
         }
@@ -235,7 +274,7 @@ impl Mirror {
                     // Going down takes IPv4 routes along, silently.
                     heard.routing |= known.is_some_and(|known| known.up != link.up);
                     if !link.up {
-                        self.forget_flushed(link.index);
+                        self.forget_flushed(link.index, heard);
                     }
                     self.tables.links.insert(link.index, link);
                 }
@@ -246,7 +285,7 @@ impl Mirror {
             {
                 heard.ours = true;
                 heard.routing = true;
-                self.forget(message.header.index);
+                self.forget(message.header.index, heard);
             }
             RouteNetlinkMessage::NewAddress(message) => {
                 if let Some((address, usable)) = Address::from_message(message) {
@@ -269,7 +308,7 @@ impl Mirror {
                         self.stale = true;
                     }
                     if !self.has_v4(address.link) {
-                        self.forget_flushed(address.link);
+                        self.forget_flushed(address.link, heard);
                     }
                     heard.routing |= known;
                     heard.ours |= known;
@@ -278,18 +317,22 @@ impl Mirror {
             RouteNetlinkMessage::NewRoute(message) => {
                 let route = Route::from_message(message).filter(|r| self.concerns_us(r));
                 heard.routing |= route.is_none();
-                heard.ours |= route.is_some_and(|route| self.add_route(route));
+                if let Some(route) = route.filter(|route| self.add_route(*route)) {
+                    heard.route(&route);
+                }
             }
             RouteNetlinkMessage::DelRoute(message) => {
                 let route = Route::from_message(message).filter(|r| self.concerns_us(r));
                 heard.routing |= route.is_none();
-                heard.ours |= route.is_some_and(|route| self.tables.routes.remove(&route));
+                if let Some(route) = route.filter(|route| self.tables.routes.remove(route)) {
+                    heard.route(&route);
+                }
             }
             RouteNetlinkMessage::NewNeighbour(message) => {
-                heard.ours |= self.neighbour(Entry::from_message(message).as_ref(), true);
+                self.neighbour(Entry::from_message(message).as_ref(), true, heard);
             }
             RouteNetlinkMessage::DelNeighbour(message) => {
-                heard.ours |= self.neighbour(Entry::from_message(message).as_ref(), false);
+                self.neighbour(Entry::from_message(message).as_ref(), false, heard);
             }
             _ => {}
         }
@@ -310,34 +353,42 @@ impl Mirror {
         self.tables.routes.insert(route)
     }
 
-    fn neighbour(&mut self, entry: Option<&Entry>, present: bool) -> bool {
+    fn neighbour(&mut self, entry: Option<&Entry>, present: bool, heard: &mut Heard) {
         match entry {
             Some(&Entry::Neighbour(Neighbour { link, ip, mac }, permanent)) => {
                 if !self.is_ours(link) {
-                    return false;
+                    return;
                 }
-                if present && permanent {
+                let changed = if present && permanent {
                     self.tables.neighbours.insert((link, ip), mac) != Some(mac)
                 } else {
                     self.tables.neighbours.remove(&(link, ip)).is_some()
+                };
+                if changed {
+                    heard.neighbour(link, ip);
                 }
             }
-            Some(&Entry::Unresolved(link, ip)) => {
-                self.tables.neighbours.remove(&(link, ip)).is_some()
+            Some(&Entry::Unresolved(link, ip))
+                if self.tables.neighbours.remove(&(link, ip)).is_some() =>
+            {
+                heard.neighbour(link, ip);
             }
             Some(&Entry::Forwarding(Forwarding { link, mac, remote }, permanent)) => {
                 if !self.is_ours(link) {
-                    return false;
+                    return;
                 }
-                if present && permanent {
+                let changed = if present && permanent {
                     self.tables.forwarding.insert((link, mac), remote) != Some(remote)
                 } else {
                     // An entry may have had several remotes; only the loss of ours counts.
                     let ours = self.tables.forwarding.get(&(link, mac)) == Some(&remote);
                     ours && self.tables.forwarding.remove(&(link, mac)).is_some()
+                };
+                if changed {
+                    heard.forwarding(link, mac);
                 }
             }
-            None => false,
+            Some(Entry::Unresolved(..)) | None => {}
         }
     }
 
@@ -347,23 +398,33 @@ impl Mirror {
 
     /// What the kernel drops without telling when a link goes down or loses its last IPv4
     /// address: its IPv4 routes. Neighbours are told one by one, IPv6 routes too.
-    fn forget_flushed(&mut self, link: u32) {
-        self.tables.routes.retain(|route| match route.via {
-            _ if route.destination.addr().is_ipv6() => true,
-            Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
-            Via::Blackhole => true,
+    fn forget_flushed(&mut self, link: u32, heard: &mut Heard) {
+        self.forget_routes(heard, |route| match route.via {
+            _ if route.destination.addr().is_ipv6() => false,
+            Via::Gateway { link: out, .. } | Via::Link(out) => out == link,
+            Via::Blackhole => false,
         });
     }
 
-    fn forget(&mut self, link: u32) {
-        self.tables.routes.retain(|route| match route.via {
-            Via::Gateway { link: out, .. } | Via::Link(out) => out != link,
-            Via::Blackhole => true,
+    fn forget_routes(&mut self, heard: &mut Heard, gone: impl Fn(&Route) -> bool) {
+        for route in self.tables.routes.extract_if(.., gone) {
+            heard.route(&route);
+        }
+    }
+
+    fn forget(&mut self, link: u32, heard: &mut Heard) {
+        self.forget_routes(heard, |route| match route.via {
+            Via::Gateway { link: out, .. } | Via::Link(out) => out == link,
+            Via::Blackhole => false,
         });
         self.tables.links.remove(&link);
         self.tables.addresses.retain(|address, _| address.link != link);
-        self.tables.neighbours.retain(|(on, _), _| *on != link);
-        self.tables.forwarding.retain(|(on, _), _| *on != link);
+        for ((_, ip), _) in self.tables.neighbours.extract_if(|(on, _), _| *on == link) {
+            heard.neighbour(link, ip);
+        }
+        for ((_, mac), _) in self.tables.forwarding.extract_if(|(on, _), _| *on == link) {
+            heard.forwarding(link, mac);
+        }
     }
 
     fn read_all(&mut self) -> io::Result<()> {

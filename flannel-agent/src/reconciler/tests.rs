@@ -270,6 +270,21 @@ proptest::proptest! {
         let foreign: Vec<Route> =
             tables.routes.iter().filter(|route| !wanted.ours(route)).copied().collect();
         let plan = wanted.plan(&tables);
+        let everywhere = Keys {
+            routes: wanted.routes.keys().copied().chain(tables.routes.iter().map(|r| r.destination)).collect(),
+            neighbours: wanted.neighbours.keys().chain(tables.neighbours.keys()).copied().collect(),
+            forwarding: wanted.forwarding.keys().chain(tables.forwarding.keys()).copied().collect(),
+        };
+        let sorted = |plan: &Plan| {
+            let mut changes: Vec<String> = plan.changes.iter().map(|c| format!("{c:?}")).collect();
+            changes.sort();
+            changes
+        };
+        let by_key = wanted.plan_at(&tables, Some(&everywhere));
+        proptest::prop_assert_eq!(sorted(&by_key), sorted(&plan));
+        proptest::prop_assert_eq!(&by_key.taken, &plan.taken);
+        let nowhere = wanted.plan_at(&tables, Some(&Keys::default()));
+        proptest::prop_assert_eq!(nowhere, Plan::default());
         let taken: BTreeSet<IpNet> = plan.taken.iter().map(|route| route.destination).collect();
         make(&mut tables, &plan.changes);
         proptest::prop_assert_eq!(wanted.plan(&tables).changes, vec![]);

@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use nix::time::{ClockId, clock_gettime};
+
 /// What has to hold before the agent is ready. Each can turn false again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Condition {
@@ -56,11 +58,21 @@ impl Condition {
 #[derive(Debug)]
 pub struct Readiness {
     missing: Mutex<BTreeMap<Condition, String>>,
-    beat: Mutex<Option<Instant>>,
+    /// When the loop turned last, as time since the machine's start.
+    beat: Mutex<Option<Duration>>,
 }
 
+/// How long the agent's loop sleeps at most. Who is stopped by SIGSTOP hears of it by SIGCONT;
+/// this is for machines that sleep and control groups that are frozen.
+pub const HEARTBEAT: Duration = Duration::from_secs(30);
+
 /// A beat of the agent's loop this late means that the process was stopped or starved.
-pub const SUSPENDED_AFTER: Duration = Duration::from_secs(5);
+pub const SUSPENDED_AFTER: Duration = Duration::from_secs(35);
+
+/// Time since the machine's start. Unlike [`Instant`], it goes on while the machine sleeps.
+fn since_boot() -> Duration {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
+}
 
 impl Default for Readiness {
     fn default() -> Self {
@@ -99,14 +111,14 @@ impl Readiness {
     /// to doubt everything ([`SUSPENDED_AFTER`]).
     pub fn beat(&self) -> Option<Duration> {
         let late = self.suspended();
-        *self.beat.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *self.beat.lock().unwrap_or_else(PoisonError::into_inner) = Some(since_boot());
         self.met(Condition::Loop);
         late
     }
 
     fn suspended(&self) -> Option<Duration> {
         let beat = (*self.beat.lock().unwrap_or_else(PoisonError::into_inner))?;
-        Some(beat.elapsed()).filter(|late| *late > SUSPENDED_AFTER)
+        Some(since_boot().saturating_sub(beat)).filter(|late| *late > SUSPENDED_AFTER)
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Condition, String>> {

@@ -124,7 +124,12 @@ pub async fn serve<L: Accept>(
                 }
                 let (evictor, evicted) = oneshot::channel();
                 let (telemetry, source) = (Rc::clone(&telemetry), Rc::clone(&source));
-                let respond = move |path: &str| page(pages, path, &telemetry, &*source);
+                let respond = async move |path: &str| {
+                    if path == "/status" || path == "/metrics" {
+                        source.freshen().await;
+                    }
+                    page(pages, path, &telemetry, &*source)
+                };
                 let id = next_id;
                 let stopped = stopped.clone();
                 connections.push(async move {
@@ -160,13 +165,13 @@ async fn accept<L: Accept>(listener: &L) -> L::Stream {
 /// Serves one connection until it ends, is evicted, or the server stops.
 async fn connection<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
-    respond: impl Fn(&str) -> Response<Full<Bytes>>,
+    respond: impl AsyncFn(&str) -> Response<Full<Bytes>>,
     mut evicted: oneshot::Receiver<()>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let service = service_fn(|request: hyper::Request<hyper::body::Incoming>| {
-        let response = respond(request.uri().path());
-        async move { Ok::<_, Infallible>(response) }
+    let respond = &respond;
+    let service = service_fn(async |request: hyper::Request<hyper::body::Incoming>| {
+        Ok::<_, Infallible>(respond(request.uri().path()).await)
     });
     let mut served = pin!(
         http1::Builder::new()

@@ -2,6 +2,7 @@
 
 use std::time::SystemTime;
 
+use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -14,7 +15,10 @@ use crate::{
 };
 
 /// Where the servers get the state from that only the agent's loop has.
+#[async_trait(?Send)]
 pub trait StateSource {
+    /// Has what changes without the loop's doing (counters) looked at, before it is shown.
+    async fn freshen(&self) {}
     /// The state now.
     fn status(&self) -> Status;
     /// All peers, as a JSON array of objects.

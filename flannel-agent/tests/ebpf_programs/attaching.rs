@@ -74,6 +74,38 @@ fn foreign_filter(pin_dir: &Path, place: &str) {
 
 #[test]
 #[ignore = "needs root: cargo xtask test"]
+fn what_another_version_left_goes_once_ours_is_attached() {
+    in_namespace(|pin_dir| {
+        let old_maps = pins(pin_dir).join("v0");
+        std::fs::create_dir_all(&old_maps).expect("a directory");
+        let mut ebpf = EbpfLoader::new().load_file(object()).expect("loaded");
+        ebpf.map("OUTCOMES").expect("there").pin(old_maps.join("OLD_COUNTERS")).expect("pinned");
+        let program: &mut SchedClassifier =
+            ebpf.program_mut("underlay_ingress").expect("there").try_into().expect("a classifier");
+        program.load().expect("loaded");
+        let link = program.attach("v1", TcAttachType::Ingress).expect("attached");
+        let link = FdLink::try_from(program.take_link(link).expect("ours")).expect("TCX");
+        let old_link = pins(pin_dir).join(format!("old_ingress-{}", ifindex("v1")));
+        drop(link.pin(&old_link).expect("pinned"));
+        drop(ebpf);
+        let old = ids("v1");
+        assert_eq!(old.len(), 1);
+
+        let mut ours = load(pin_dir);
+        assert!(old_maps.exists() && old_link.exists(), "removed before ours is there");
+        ours.apply(&wanted(&[ifindex("v1")])).expect("applied");
+        assert!(!old_maps.exists(), "old maps are left");
+        assert!(!old_link.exists(), "an old link is left");
+        let new = ids("v1");
+        assert_eq!(new.len(), 1);
+        assert_ne!(new, old);
+        send_one();
+        assert_eq!(packets(&ours), 1);
+    });
+}
+
+#[test]
+#[ignore = "needs root: cargo xtask test"]
 fn a_restart_replaces_the_program_and_keeps_the_counters() {
     in_namespace(|pin_dir| {
         let wanted = wanted(&[ifindex("v1")]);

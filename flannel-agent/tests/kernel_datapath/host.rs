@@ -17,7 +17,7 @@ use flannel_agent::{
     cli::flags::{FastPath as FastPathMode, PeerFilter},
     external_interface::ExternalInterface,
     lease::{Lease, LeaseAttributes, RawJson, Subnets},
-    peer_table::{LeaseChange, PeerTable, PeerUpdate},
+    peer_table::{Changed, LeaseChange, PeerTable, PeerUpdate},
     telemetry::metrics::Metrics,
 };
 use nix::{
@@ -216,8 +216,13 @@ impl Node {
 
     /// The store changes some.
     pub async fn change(&mut self, changes: Vec<LeaseChange>) -> ApplyReport {
-        self.peers.apply(PeerUpdate::Changes(changes));
-        self.apply().await
+        match self.peers.apply(PeerUpdate::Changes(changes)) {
+            Changed::Nothing => ApplyReport::default(),
+            Changed::Peers(changed) => {
+                self.backend.apply_changed(&self.own, &self.peers, &changed).await
+            }
+            Changed::Everything => self.apply().await,
+        }
     }
 
     pub async fn apply(&mut self) -> ApplyReport {

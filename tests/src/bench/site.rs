@@ -4,7 +4,12 @@ mod paths;
 mod rules;
 mod underlay;
 
-use std::{net::IpAddr, path::Path, time::Duration};
+use std::{
+    net::IpAddr,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
@@ -23,6 +28,9 @@ use crate::{
     process::Process,
     traffic,
 };
+
+/// How old an agent's word on its counters can be, and something on top.
+const COUNTED_WITHIN: Duration = Duration::from_secs(5);
 
 /// What an underlay carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -150,11 +158,15 @@ impl Site {
     }
 
     /// Asks the agents whether packets went the way that the candidate stands for; the reason if
-    /// not.
+    /// not. They count up to now within some seconds.
     pub fn why_not_used(&self) -> Result<Option<String>> {
         for agent in &self.way.agents {
-            if let Err(reason) = self.candidate.has_carried(&agent.status()?) {
-                return Ok(Some(reason));
+            let start = Instant::now();
+            while let Err(reason) = self.candidate.has_carried(&agent.status()?) {
+                if start.elapsed() > COUNTED_WITHIN {
+                    return Ok(Some(reason));
+                }
+                thread::sleep(Duration::from_millis(100));
             }
         }
         Ok(None)

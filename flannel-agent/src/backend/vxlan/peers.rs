@@ -1,7 +1,7 @@
 //! From leases to routes, neighbours and forwarding entries.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
 };
 
@@ -12,13 +12,16 @@ use crate::{
     backend::{on_link::OnLink, peer_ranges::PeerRanges},
     lease::{LeaseAttributes, RawJson, Subnets},
     mac::MacAddr,
-    netlink::{mirror::Tables, route::Via},
+    netlink::{
+        mirror::{Keys, Tables},
+        route::Via,
+    },
     peer_table::PeerTable,
     reconciler::Wanted,
 };
 
 /// One of our devices as it is, with our own subnet of its family.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tunnel {
     /// Its family.
     pub family: Family,
@@ -30,79 +33,123 @@ pub struct Tunnel {
     pub network: IpNet,
 }
 
-/// What the leases ask for, and what is wrong with them.
-#[derive(Debug, Default)]
-pub struct Compiled {
-    /// The wanted state.
-    pub wanted: Wanted,
-    /// One sentence per peer that cannot be served as it asks.
-    pub problems: Vec<String>,
-    /// Peers that are served in every family they have.
-    pub served: usize,
-}
-
-/// Compiles leases. Backend data is parsed once per text, not once per pass.
+/// Compiles leases, and keeps what it made of them: when some change, the rest is not compiled
+/// again. Backend data is parsed once per text.
 #[derive(Debug, Default)]
 pub struct Compiler {
     macs: HashMap<RawJson, Result<MacAddr, String>>,
+    /// Whether our own subnets get blackhole routes (`--ip-blackhole-route`).
+    blackhole_own: bool,
+    tunnels: Vec<Tunnel>,
+    wanted: Wanted,
+    /// Who claims what, to name both sides of a conflict.
+    holders: HashMap<(u32, MacAddr), Holder>,
+    ranges: PeerRanges,
+    /// One sentence per peer and family that cannot be served as it asks.
+    problems: BTreeMap<Subnets, Vec<String>>,
+    /// Peers that are served in every family they have.
+    served: BTreeSet<Subnets>,
+    /// Whether a peer is left out because of another: then every change of a peer may be to the
+    /// good of a third.
+    conflict: bool,
+}
+
+/// A node that sends from one address and has one MAC; it may hold several subnets.
+#[derive(Debug)]
+struct Holder {
+    public: IpAddr,
+    subnets: BTreeSet<IpNet>,
+}
+
+/// Why a peer is not served.
+enum Refusal {
+    /// By its own fault.
+    Unusable(String),
+    /// Because of another peer.
+    Conflict(String),
 }
 
 impl Compiler {
-    /// Compiles all peers' leases. `tables` decides between peers that claim the same MAC: who
-    /// has it in the kernel keeps it. `on_link` knows nothing unless direct routing is on.
+    /// A compiler that has seen no lease. `blackhole_own`: our own subnets get blackhole routes.
+    pub fn new(blackhole_own: bool) -> Self {
+        Self { blackhole_own, ..Self::default() }
+    }
+
+    /// What the kernel is to have.
+    pub fn wanted(&self) -> &Wanted {
+        &self.wanted
+    }
+
+    /// One sentence per peer that cannot be served as it asks.
+    pub fn problems(&self) -> impl Iterator<Item = &String> {
+        self.problems.values().flatten()
+    }
+
+    /// How many peers are served in every family they have.
+    pub fn served(&self) -> usize {
+        self.served.len()
+    }
+
+    /// Compiles the leases of the peers that changed, or of all if need be. Returns where the
+    /// wanted state may differ from before; `None` stands for everywhere.
+    ///
+    /// `tables` decides between peers that claim the same MAC: who has it in the kernel keeps it.
+    /// `on_link` knows nothing unless direct routing is on.
     pub fn compile(
+        &mut self,
+        peers: &PeerTable,
+        changed: Option<&BTreeSet<Subnets>>,
+        tunnels: &[Tunnel],
+        tables: &Tables,
+        on_link: &OnLink,
+    ) -> Option<Keys> {
+        if self.macs.len() > 4 * peers.len() + 64 {
+            self.macs.clear();
+        }
+        let same_ground = self.tunnels == tunnels && self.wanted.complete == peers.synced();
+        if let Some(changed) = changed.filter(|_| same_ground && !self.conflict) {
+            let mut keys = Keys::default();
+            for subnets in changed {
+                self.retract(subnets, &mut keys);
+            }
+            for subnets in changed {
+                if let Some(attributes) = peers.peer(subnets) {
+                    self.enter(subnets, attributes, on_link, &mut keys);
+                }
+            }
+            if !self.conflict {
+                return Some(keys);
+            }
+        }
+        self.compile_all(peers, tunnels, tables, on_link);
+        None
+    }
+
+    fn compile_all(
         &mut self,
         peers: &PeerTable,
         tunnels: &[Tunnel],
         tables: &Tables,
         on_link: &OnLink,
-    ) -> Compiled {
-        let mut compiled = Compiled {
+    ) {
+        *self = Self {
+            macs: std::mem::take(&mut self.macs),
+            blackhole_own: self.blackhole_own,
+            tunnels: tunnels.to_vec(),
             wanted: Wanted {
                 devices: tunnels.iter().map(|tunnel| tunnel.link).collect(),
                 networks: tunnels.iter().map(|tunnel| tunnel.network).collect(),
                 own: tunnels.iter().map(|tunnel| tunnel.own).collect(),
                 complete: peers.synced(),
+                blackhole_own: self.blackhole_own,
                 ..Wanted::default()
             },
-            ..Compiled::default()
+            ..Self::default()
         };
-        // Who claims what, to name both sides of a conflict.
-        let mut holders: HashMap<(u32, MacAddr), (IpNet, IpAddr)> = HashMap::new();
-        let mut ranges = PeerRanges::default();
-        let limit = 2 * peers.peers().count() + 64;
+        let mut keys = Keys::default();
         for (subnets, attributes) in self.in_order(peers, tables) {
-            if attributes.backend_type != "vxlan" {
-                compiled.problems.push(format!(
-                    "peer {subnets} uses backend \"{}\", not vxlan: it is left out",
-                    attributes.backend_type
-                ));
-                continue;
-            }
-            let mut served = false;
-            let before = compiled.problems.len();
-            for tunnel in tunnels {
-                let Some(peer) = Peer::of(tunnel.family, subnets, attributes) else { continue };
-                match self.add(
-                    &peer,
-                    tunnel,
-                    &mut compiled.wanted,
-                    &mut holders,
-                    &mut ranges,
-                    on_link,
-                ) {
-                    Ok(()) => served = true,
-                    Err(problem) => compiled.problems.push(problem),
-                }
-            }
-            if served && compiled.problems.len() == before {
-                compiled.served += 1;
-            }
+            self.enter(subnets, attributes, on_link, &mut keys);
         }
-        if self.macs.len() > limit {
-            self.macs.clear();
-        }
-        compiled
     }
 
     /// Peers in the order of their subnets, but those first whose MAC the kernel has at their
@@ -138,49 +185,130 @@ impl Compiler {
         mac
     }
 
-    fn add(
+    /// Takes a peer in.
+    fn enter(
+        &mut self,
+        subnets: &Subnets,
+        attributes: &LeaseAttributes,
+        on_link: &OnLink,
+        keys: &mut Keys,
+    ) {
+        let mut problems = Vec::new();
+        let mut served = false;
+        if attributes.backend_type == "vxlan" {
+            for at in 0..self.tunnels.len() {
+                let tunnel = self.tunnels[at];
+                let Some(peer) = Peer::of(tunnel.family, subnets, attributes) else { continue };
+                match self.enter_family(&peer, &tunnel, on_link, keys) {
+                    Ok(()) => served = true,
+                    Err(Refusal::Unusable(problem)) => problems.push(problem),
+                    Err(Refusal::Conflict(problem)) => {
+                        self.conflict = true;
+                        problems.push(problem);
+                    }
+                }
+            }
+        } else {
+            problems.push(format!(
+                "peer {subnets} uses backend \"{}\", not vxlan: it is left out",
+                attributes.backend_type
+            ));
+        }
+        if !problems.is_empty() {
+            self.problems.insert(*subnets, problems);
+        } else if served {
+            self.served.insert(*subnets);
+        }
+    }
+
+    fn enter_family(
         &mut self,
         peer: &Peer<'_>,
         tunnel: &Tunnel,
-        wanted: &mut Wanted,
-        holders: &mut HashMap<(u32, MacAddr), (IpNet, IpAddr)>,
-        ranges: &mut PeerRanges,
         on_link: &OnLink,
-    ) -> Result<(), String> {
+        keys: &mut Keys,
+    ) -> Result<(), Refusal> {
         let subnet = peer.subnet;
         let public = peer.public.ok_or_else(|| {
-            format!("peer {subnet} publishes no address of its family: it is left out")
+            Refusal::Unusable(format!(
+                "peer {subnet} publishes no address of its family: it is left out"
+            ))
         })?;
-        ranges.check(subnet, public, tunnel.own)?;
-        wanted.direct.insert(subnet, public);
         if let Some(link) = on_link.link(public) {
-            ranges.insert(subnet, public);
+            self.ranges.check(subnet, public, tunnel.own).map_err(Refusal::Conflict)?;
             let via = Via::Gateway { link, gateway: public, onlink: false };
-            wanted.routes.insert(subnet, via);
+            self.lead(subnet, public, via, keys);
             return Ok(());
         }
         let data = peer.data.ok_or_else(|| {
-            format!("peer {subnet} ({public}) publishes no backend data: it is left out")
+            Refusal::Unusable(format!(
+                "peer {subnet} ({public}) publishes no backend data: it is left out"
+            ))
         })?;
-        let mac = self
-            .mac(data)
-            .map_err(|why| format!("peer {subnet} ({public}) is left out: backend data: {why}"))?;
-        if let Some((other, owner)) = holders.get(&(tunnel.link, mac))
-            && *owner != public
-        {
-            return Err(format!(
-                "peers {other} ({owner}) and {subnet} ({public}) publish the same VTEP MAC {mac}: \
-                 only the first is served; give the second node a new MAC"
-            ));
+        let mac = self.mac(data).map_err(|why| {
+            Refusal::Unusable(format!("peer {subnet} ({public}) is left out: backend data: {why}"))
+        })?;
+        self.ranges.check(subnet, public, tunnel.own).map_err(Refusal::Conflict)?;
+        let holder = self
+            .holders
+            .entry((tunnel.link, mac))
+            .or_insert_with(|| Holder { public, subnets: BTreeSet::new() });
+        if holder.public != public {
+            let other = holder.subnets.first().map(ToString::to_string).unwrap_or_default();
+            return Err(Refusal::Conflict(format!(
+                "peers {other} ({}) and {subnet} ({public}) publish the same VTEP MAC {mac}: \
+                 only the first is served; give the second node a new MAC",
+                holder.public
+            )));
         }
-        holders.entry((tunnel.link, mac)).or_insert((subnet, public));
-        ranges.insert(subnet, public);
+        holder.subnets.insert(subnet);
         let gateway = subnet.network();
         let via = Via::Gateway { link: tunnel.link, gateway, onlink: true };
-        wanted.routes.insert(subnet, via);
-        wanted.neighbours.insert((tunnel.link, gateway), mac);
-        wanted.forwarding.insert((tunnel.link, mac), public);
+        self.lead(subnet, public, via, keys);
+        self.wanted.neighbours.insert((tunnel.link, gateway), mac);
+        self.wanted.forwarding.insert((tunnel.link, mac), public);
+        keys.neighbours.insert((tunnel.link, gateway));
+        keys.forwarding.insert((tunnel.link, mac));
         Ok(())
+    }
+
+    fn lead(&mut self, subnet: IpNet, public: IpAddr, via: Via, keys: &mut Keys) {
+        self.ranges.insert(subnet, public);
+        self.wanted.direct.insert(subnet, public);
+        self.wanted.routes.insert(subnet, via);
+        keys.routes.insert(subnet);
+    }
+
+    /// Takes back all that came of a peer. Without conflicts all at its subnets is its own.
+    fn retract(&mut self, subnets: &Subnets, keys: &mut Keys) {
+        self.problems.remove(subnets);
+        self.served.remove(subnets);
+        for tunnel in &self.tunnels {
+            let subnet: Option<IpNet> = match tunnel.family {
+                Family::V4 => subnets.v4.map(Into::into),
+                Family::V6 => subnets.v6.map(Into::into),
+            };
+            let Some(subnet) = subnet else { continue };
+            // A peer that is not served has nothing, but may share its base with one that is.
+            if self.wanted.routes.remove(&subnet).is_none() {
+                continue;
+            }
+            self.ranges.remove(&subnet);
+            self.wanted.direct.remove(&subnet);
+            keys.routes.insert(subnet);
+            let neighbour = (tunnel.link, subnet.network());
+            let Some(mac) = self.wanted.neighbours.remove(&neighbour) else { continue };
+            keys.neighbours.insert(neighbour);
+            let place = (tunnel.link, mac);
+            keys.forwarding.insert(place);
+            if let Some(holder) = self.holders.get_mut(&place) {
+                holder.subnets.remove(&subnet);
+                if holder.subnets.is_empty() {
+                    self.holders.remove(&place);
+                    self.wanted.forwarding.remove(&place);
+                }
+            }
+        }
     }
 }
 
@@ -207,3 +335,6 @@ impl<'a> Peer<'a> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -176,9 +176,7 @@ impl Attachments {
             match attach_tcx(self.hook, program, id, pins, ifindex, name) {
                 Ok(link) => {
                     // An earlier agent may have attached the other way.
-                    if filter_of_ours(self.hook, ifindex)?.is_some() {
-                        drop(clsact_link(self.hook, name)?);
-                    }
+                    remove_filter(self.hook, ifindex, name)?;
                     return Ok(Hold::Tcx(link));
                 }
                 Err(error) if unsupported(&error) => {
@@ -199,10 +197,7 @@ impl Attachments {
                 let failed = |reason| EbpfError::Attach { ifindex, reason };
                 // A device that is gone took its filters along.
                 let Ok(name) = device_name(ifindex) else { return Ok(()) };
-                if filter_of_ours(self.hook, ifindex).map_err(failed)?.is_some() {
-                    drop(clsact_link(self.hook, &name).map_err(failed)?);
-                }
-                Ok(())
+                remove_filter(self.hook, ifindex, &name).map(drop).map_err(failed)
             }
             None => Ok(()),
         }
@@ -289,6 +284,18 @@ fn attached_by_clsact(hook: Hook, ifindex: u32, id: u32) -> bool {
 fn filter_of_ours(hook: Hook, ifindex: u32) -> Result<Option<tc_filter::Filter>, String> {
     let found = tc_filter::find(hook.side, ifindex).map_err(|error| error.to_string())?;
     Ok(found.filter(|filter| filter.name == hook.program))
+}
+
+/// Removes our filter from a device. Returns whether there was one.
+///
+/// # Errors
+/// What the kernel said.
+pub(super) fn remove_filter(hook: Hook, ifindex: u32, name: &str) -> Result<bool, String> {
+    let found = filter_of_ours(hook, ifindex)?.is_some();
+    if found {
+        drop(clsact_link(hook, name)?);
+    }
+    Ok(found)
 }
 
 /// Whether the kernel does not know TCX: before 6.6, `BPF_LINK_CREATE` refuses the hook.

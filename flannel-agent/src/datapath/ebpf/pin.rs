@@ -26,7 +26,7 @@ use nix::{
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
 
-use super::EbpfError;
+use super::{EbpfError, link};
 
 /// What a pinned map must look like to be adopted.
 pub(super) struct MapShape {
@@ -139,6 +139,32 @@ impl PinDirectory {
         entries.flatten().filter_map(|entry| entry.file_name().to_str().and_then(index)).collect()
     }
 
+    /// Removes what an agent of another version left: maps of its schema, and links of programs
+    /// that are not among ours (`programs`). Called once ours are attached, so that no packet goes
+    /// without. The directory is ours alone, so whatever is in it is an agent's.
+    pub(super) fn discard_old(&self, programs: &[&str]) {
+        let Ok(entries) = fs::read_dir(&self.device) else { return };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let outcome = if path.is_dir() {
+                if path == self.maps() {
+                    continue;
+                }
+                remove_directory(&path)
+            } else {
+                let program = name.rsplit_once('-').map_or(&*name, |(program, _)| program);
+                if programs.contains(&program) {
+                    continue;
+                }
+                link::detach(&path).map_err(|error| error.to_string())
+            };
+            match outcome {
+                Ok(()) => tracing::info!("removed {}: another version's", path.display()),
+                Err(why) => tracing::warn!("cannot remove {}: {why}", path.display()),
+            }
+        }
+    }
+
     /// Takes pinned maps of another shape out of the way: they cannot be ours.
     pub(super) fn discard_misfits(&self) -> Result<(), EbpfError> {
         let directory = self.maps();
@@ -161,6 +187,18 @@ pub(super) fn remove(path: &Path) -> Result<(), EbpfError> {
         }
         _ => Ok(()),
     }
+}
+
+/// Removes a directory of pinned maps.
+///
+/// # Errors
+/// What could not be removed, in the kernel's words.
+pub(super) fn remove_directory(path: &Path) -> Result<(), String> {
+    let entries = fs::read_dir(path).map_err(|error| error.to_string())?;
+    for entry in entries.flatten() {
+        remove(&entry.path()).map_err(|error| error.to_string())?;
+    }
+    fs::remove_dir(path).map_err(|error| error.to_string())
 }
 
 /// The device whose directory this is.

@@ -68,6 +68,11 @@ impl EtcdClient {
         self.user.is_some()
     }
 
+    /// Whether there is an endpoint to go to from another.
+    pub(super) fn has_several_endpoints(&self) -> bool {
+        self.endpoints.len() > 1
+    }
+
     /// All endpoints in one line.
     pub(super) fn endpoints(&self) -> String {
         self.endpoints.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")

@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// After this much silence the member that serves the watch is asked for a sign of life.
-const PROBE_AFTER: Duration = Duration::from_secs(3);
+const PROBE_AFTER: Duration = Duration::from_secs(5);
 /// How long it may take to give one.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// At most one attempt to connect begins in this time.
@@ -42,6 +42,8 @@ enum End {
     NotOpened(Failure),
     /// It broke; resume.
     Broken(Failure),
+    /// Its member gives no sign of life; resume with another.
+    Silent(Failure),
     /// Its history is compacted away; list again.
     Compacted,
 }
@@ -87,6 +89,8 @@ impl EtcdSubnetManager {
                     breaks = if started.elapsed() < RETRY { breaks + 1 } else { 1 };
                     (failure, breaks <= TOLERATED_BREAKS)
                 }
+                // Where there is no other, it would be known seconds later only.
+                End::Silent(failure) => (failure, self.registry.client.has_several_endpoints()),
             };
             debug!("the watch on etcd is broken: {failure}");
             if !tolerated {
@@ -137,9 +141,9 @@ impl EtcdSubnetManager {
         loop {
             let message = match self.next_message(&mut stream, &mut bound).await {
                 Ok(message) => message,
-                Err(failure) => {
+                Err(end) => {
                     self.registry.client.leave(&bound.endpoint);
-                    return End::Broken(failure);
+                    return end;
                 }
             };
             if message.compact_revision() != 0 {
@@ -236,18 +240,18 @@ impl EtcdSubnetManager {
         }
     }
 
-    /// The next message of the watch, or an error if its member falls silent.
+    /// The next message of the watch, or how it ended: its member may fall silent.
     async fn next_message(
         &self,
         stream: &mut WatchStream,
         bound: &mut Bound,
-    ) -> Result<WatchResponse, Failure> {
+    ) -> Result<WatchResponse, End> {
         let has_user = self.registry.client.has_user();
         let explain = |error: &Error| Failure::explain(&bound.endpoint, has_user, error);
         let answer = |result: Result<Option<WatchResponse>, Error>| match result {
             Ok(Some(message)) => Ok(message),
-            Ok(None) => Err(explain(&ended())),
-            Err(error) => Err(explain(&error)),
+            Ok(None) => Err(End::Broken(explain(&ended()))),
+            Err(error) => Err(End::Broken(explain(&error))),
         };
         loop {
             if let Ok(result) = timeout(PROBE_AFTER, stream.message()).await {
@@ -264,12 +268,12 @@ impl EtcdSubnetManager {
                         let failure = explain(&error);
                         // Any answer is a sign of life.
                         if failure.cause == Cause::Endpoint {
-                            return Err(failure);
+                            return Err(End::Broken(failure));
                         }
                     }
                     Err(_) => {
                         let seconds = (PROBE_AFTER + PROBE_TIMEOUT).as_secs();
-                        return Err(Failure::silent(&bound.endpoint, seconds));
+                        return Err(End::Silent(Failure::silent(&bound.endpoint, seconds)));
                     }
                 }
             }
@@ -338,3 +342,6 @@ async fn probe(client: &mut Client, key: &str) -> Result<(), Error> {
 fn ended() -> Error {
     Error::WatchError("the watch was closed".to_owned())
 }
+
+#[cfg(test)]
+mod tests;
