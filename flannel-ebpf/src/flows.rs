@@ -193,8 +193,8 @@ pub fn is_plain(skb: Skb) -> bool {
     skb.mark() == 0 && !skb.tagged()
 }
 
-/// Stands in a packet's traffic control index, which nothing else uses any more, from a pod's
-/// device to the tunnel's: this one did not come out of the stack.
+/// Stands in a packet's traffic control index, which nothing else uses any more, between a pod's
+/// device and the tunnel's, either way: this one did not come out of the stack.
 const BRAND: u32 = 0x464c;
 
 /// Marks a packet that bypasses the stack.

@@ -38,7 +38,9 @@ pub fn ingress(ctx: &TcContext) -> i32 {
 #[inline(always)]
 pub fn egress(ctx: &TcContext) -> i32 {
     let skb = Skb::new(ctx);
-    if let Some(rules) = flows::rules()
+    // What bypassed the stack proves nothing about it: or a flow would confirm itself for ever.
+    if !flows::was_branded(skb)
+        && let Some(rules) = flows::rules()
         && flows::is_plain(skb)
     {
         match skb.ethertype() {

@@ -58,6 +58,7 @@ fn deliver<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
         return TC_ACT_SHOT;
     }
     flows::count(flow, Direction::In);
+    flows::brand(skb);
     // SAFETY: a helper without conditions.
     (unsafe { bpf_redirect(ifindex, 0) }) as i32
 }

@@ -233,6 +233,39 @@ END
     Ok(())
 }
 
+#[test]
+fn a_policy_cuts_a_transfer_that_comes_in_merged() -> Result<()> {
+    let lab = Lab::new()?;
+    let (_store, cluster) = start(&lab, 1)?;
+    all_rules(&cluster, KUBE_RULES)?;
+    let (from, to) = ends(&cluster);
+    let bulk = Bulk::start(from.ns(), to.ns(), to.v4()?)?;
+    let receiver = cluster.members[1].node();
+    goes_on(&cluster, &bulk, "before the policy", || Ok(()))?;
+    // Data only: the other way stays open, and proves nothing about this one.
+    let rule =
+        format!("FORWARD -s {} -d {} -m length --length 1000: -j DROP", from.v4()?, to.v4()?);
+    rules(receiver, &format!("iptables -I {rule}"))?;
+    let set = std::time::Instant::now();
+    loop {
+        let before = bulk.received();
+        std::thread::sleep(INTERVAL / 2);
+        if bulk.received() == before {
+            break;
+        }
+        ensure!(
+            set.elapsed() < INTERVAL + Duration::from_secs(1),
+            "data still arrives {:?} after it was forbidden",
+            set.elapsed()
+        );
+    }
+    rules(receiver, &format!("iptables -D {rule}"))?;
+    let before = bulk.received();
+    eventually("the transfer goes on", PROMOTED_WITHIN, || {
+        Ok((bulk.received() > before).then_some(()))
+    })
+}
+
 /// Has a transfer bypass the stack, does something, and makes sure that the transfer goes on.
 fn goes_on(
     cluster: &Cluster,
@@ -267,8 +300,7 @@ fn a_transfer_goes_on_by_the_stack_when_it_has_to() -> Result<()> {
     all_rules(&cluster, KUBE_RULES)?;
     let (from, to) = ends(&cluster);
     let bulk = Bulk::start(from.ns(), to.ns(), to.v4()?)?;
-    goes_on(&cluster, &bulk, "connections flushed", || {
-        // As if the connection were tracked from the middle: a packet of it makes a new entry.
+    goes_on(&cluster, &bulk, "probes untracked for a moment", || {
         rules(cluster.members[1].node(), "iptables -t raw -I PREROUTING -p tcp -j NOTRACK")?;
         rules(cluster.members[1].node(), "iptables -t raw -D PREROUTING -p tcp -j NOTRACK")
     })?;
@@ -430,7 +462,8 @@ fn services_keep_their_translation() -> Result<()> {
 /// How many pod programs are attached on a node.
 fn pod_programs(node: &Node) -> Result<usize> {
     let pins = node.shell("ls /sys/fs/bpf/flannel/flannel:1")?;
-    Ok(String::from_utf8(pins.stdout)?.lines().filter(|pin| pin.starts_with("pod_")).count())
+    let at_pods = |pin: &&str| pin.starts_with("pod_ingress") || pin.starts_with("pod_egress");
+    Ok(String::from_utf8(pins.stdout)?.lines().filter(at_pods).count())
 }
 
 #[test]

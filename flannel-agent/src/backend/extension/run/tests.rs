@@ -39,9 +39,16 @@ async fn what_takes_too_long_is_killed_with_all_it_started() {
     assert!(reason.contains("killed"), "{reason}");
     assert!(start.elapsed() < Duration::from_secs(10));
     let pid: i32 = reason.rsplit(' ').next().and_then(|pid| pid.parse().ok()).expect("a pid");
-    // Its parent is gone, so it is reaped by whoever took it over, or a zombie until then.
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    assert!(stat.is_empty() || stat.contains(") Z") || stat.contains(") X"), "{stat}");
+    // Its parent is gone, so it is reaped by whoever took it over, or a zombie until then. A signal
+    // takes a moment.
+    let is_gone = || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.is_empty() || stat.contains(") Z") || stat.contains(") X")
+    };
+    while !is_gone() {
+        assert!(start.elapsed() < Duration::from_secs(10), "{pid} lives on");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 #[tokio::test]
