@@ -102,6 +102,8 @@ pub struct VxlanBackend {
     read_anew: bool,
     /// Whether the pass to come mends what somebody else changed.
     repairing: bool,
+    /// What the pass changed in the kernel's path; feeding the programs mends nothing.
+    mended: usize,
     /// The devices that carried our pods at the last pass.
     pod_devices: Vec<u32>,
     counts: Counts,
@@ -165,6 +167,7 @@ impl VxlanBackend {
             next_pass: Instant::now() + SAFETY_NET,
             read_anew: true,
             repairing: false,
+            mended: 0,
             pod_devices: Vec::new(),
             counts: Counts::default(),
             pods: BTreeSet::new(),
@@ -399,6 +402,7 @@ impl VxlanBackend {
             report.peers_applied = report.peers_applied.saturating_sub(1);
         }
         let heard = self.make(&plan.changes, report)?;
+        self.mended = report.changes;
         self.apply_fast_path(peers, report);
         if wrong.is_empty() { Ok(heard) } else { Err(wrong.join("; ")) }
     }
@@ -520,6 +524,7 @@ impl VxlanBackend {
     ) -> ApplyReport {
         let mut report = ApplyReport::default();
         let mut repairing = false;
+        self.mended = 0;
         if changed.is_none() {
             self.next_pass = Instant::now() + SAFETY_NET;
             self.read_anew = true;
@@ -533,7 +538,7 @@ impl VxlanBackend {
             }
         };
         if repairing {
-            let mended = u64::try_from(report.changes).unwrap_or(u64::MAX);
+            let mended = u64::try_from(self.mended).unwrap_or(u64::MAX);
             self.metrics.repairs.inc_by(mended);
             if mended > 0 {
                 info!("put {mended} kernel objects back that somebody else had changed");

@@ -6,7 +6,7 @@ use std::io;
 use super::{
     fingerprint,
     iptables::{self, PLACES, Place},
-    nfnetlink::{Deletion, NfTables, number},
+    nfnetlink::{Chain, Deletion, NfTables, POLICY_DROP, number},
     nftables,
     rules::{Family, ForwardPosition, RuleSet},
     variant::{Kind, Variant},
@@ -82,6 +82,31 @@ fn chains(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
     Ok(deletions)
 }
 
+/// iptables' tables that hold nothing and refuse nothing: `iptables` made them for our rules, and
+/// makes them anew for whoever asks.
+fn empty_tables(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
+    let all = nf.chains()?;
+    let mut deletions = Vec::new();
+    for family in Family::ALL.map(number) {
+        for table in PLACES.map(|place| place.table) {
+            let chains: Vec<_> =
+                all.iter().filter(|chain| chain.family == family && chain.table == table).collect();
+            let bare =
+                |chain: &Chain| chain.base.as_ref().is_some_and(|base| base.policy != POLICY_DROP);
+            let is_empty =
+                chains.iter().all(|chain| bare(chain)) && nf.rules(family, table, None)?.is_empty();
+            if chains.is_empty() || !is_empty {
+                continue;
+            }
+            let chain =
+                |chain: &Chain| Deletion::Chain(family, table.to_owned(), chain.name.clone());
+            deletions.extend(chains.into_iter().map(chain));
+            deletions.push(Deletion::Table(family, table.to_owned()));
+        }
+    }
+    Ok(deletions)
+}
+
 /// Legacy tables are written as a whole by their own programs only.
 async fn remove_legacy() -> Result<Vec<String>, String> {
     let there = fingerprint::of_legacy()
@@ -108,6 +133,11 @@ async fn remove_legacy() -> Result<Vec<String>, String> {
     Ok(removed)
 }
 
+fn remove_empty_tables(nf: &mut NfTables) -> io::Result<()> {
+    let deletions = empty_tables(nf)?;
+    nf.delete(&deletions)
+}
+
 /// Removes all rules of ours from this host, whichever renderer made them. Returns the tables and
 /// chains that went, and what could not be removed.
 pub async fn remove_all() -> (Vec<String>, Vec<String>) {
@@ -118,7 +148,13 @@ pub async fn remove_all() -> (Vec<String>, Vec<String>) {
     let (mut removed, mut problems) = (Vec::new(), Vec::new());
     for realm in Realm::ALL {
         match remove(&mut nf, realm).await {
-            Ok(names) => removed.extend(names),
+            Ok(names) => {
+                let left_empty = !names.is_empty() && realm == Realm::Iptables(Kind::Nft);
+                removed.extend(names);
+                if left_empty && let Err(err) = remove_empty_tables(&mut nf) {
+                    problems.push(format!("cannot remove iptables' empty tables: {err}"));
+                }
+            }
             Err(problem) => problems.push(problem),
         }
     }
