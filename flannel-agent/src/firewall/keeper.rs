@@ -26,6 +26,9 @@ use crate::telemetry::metrics::Metrics;
 /// Pause in which the notifications of one change gather.
 const SETTLE: Duration = Duration::from_millis(20);
 
+/// How often rules are looked at, at most, of which the kernel tells every change: as a safety net.
+const SAFETY_NET: Duration = Duration::from_mins(1);
+
 /// How often a change of the legacy tables is looked for, which nobody tells of.
 const LEGACY_LOOK: Duration = Duration::from_secs(1);
 
@@ -253,7 +256,9 @@ impl Keeper {
                 () = sleep_until(due) => {
                     let now = Instant::now();
                     if now >= self.next_resync {
-                        self.next_resync = now + self.options.resync;
+                        let period = self.options.resync;
+                        self.next_resync =
+                            now + if legacy { period } else { period.max(SAFETY_NET) };
                         return true;
                     }
                     if retry.is_some_and(|retry| now >= retry) {

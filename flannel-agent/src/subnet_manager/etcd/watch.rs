@@ -22,7 +22,7 @@ use crate::{
 };
 
 /// After this much silence the member that serves the watch is asked for a sign of life.
-const PROBE_AFTER: Duration = Duration::from_secs(5);
+const PROBE_AFTER: Duration = Duration::from_secs(6);
 /// How long it may take to give one.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// At most one attempt to connect begins in this time.
