@@ -51,7 +51,8 @@ pub struct Firewall {
 
 impl Firewall {
     /// Starts the task, which waits to be told what is wanted. `nftables` chooses the renderer;
-    /// every `resync` the rules are looked at even if nothing was heard.
+    /// every `resync` legacy rules are looked at even if nothing was heard; of others the kernel
+    /// tells.
     ///
     /// Needs a [`tokio::task::LocalSet`] to run on.
     pub fn open(nftables: bool, resync: Duration, metrics: Metrics) -> Self {

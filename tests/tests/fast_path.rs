@@ -72,6 +72,41 @@ fn programs_come_and_go_without_a_packet_lost() -> Result<()> {
 }
 
 #[test]
+fn ipsec_policies_keep_the_programs_out_of_the_way() -> Result<()> {
+    const POLICY: &str = "src 203.0.113.0/24 dst 203.0.113.0/24 dir out";
+    let lab = Lab::new()?;
+    let duo = duo(&lab)?;
+    let address = duo.theirs.v4()?;
+    let sent = || outcomes::count(&duo.alder, ENCAPSULATED);
+    let ping = || -> Result<()> {
+        let answers = traffic::ping(duo.ours.ns(), address, 5)?;
+        ensure!(answers == 5, "{answers} of 5 answers");
+        Ok(())
+    };
+    let goes_by_programs = || -> Result<bool> {
+        let before = sent()?;
+        ping()?;
+        Ok(sent()? > before)
+    };
+    ensure!(goes_by_programs()?, "the programs carry nothing to begin with");
+    duo.alder.run(&format!(
+        "ip xfrm policy add {POLICY} tmpl src 203.0.113.1 dst 203.0.113.2 proto esp mode tunnel"
+    ))?;
+    eventually("the programs leave all to the kernel's device", Duration::from_secs(3), || {
+        Ok((!goes_by_programs()?).then_some(()))
+    })?;
+    eventually("the reason", Duration::from_secs(3), || {
+        let status = duo.agent.status()?;
+        let reason = status["backend"]["datapath"]["reason"].as_str().unwrap_or_default();
+        Ok(reason.contains("IPsec").then_some(()))
+    })?;
+    duo.alder.run(&format!("ip xfrm policy delete {POLICY}"))?;
+    eventually("the programs carry again", Duration::from_secs(3), || {
+        Ok(goes_by_programs()?.then_some(()))
+    })
+}
+
+#[test]
 fn no_pod_speaks_vxlan_to_a_node() -> Result<()> {
     let lab = Lab::new()?;
     let duo = duo(&lab)?;

@@ -38,6 +38,7 @@ use crate::{
         link,
         mirror::{Heard, Keys, Mirror, Scope},
         route::Route,
+        xfrm::IpsecPolicies,
     },
     peer_table::PeerTable,
     reconciler::Change,
@@ -87,6 +88,7 @@ pub struct VxlanBackend {
     _claims: Vec<DeviceClaim>,
     targets: HashMap<String, Target>,
     mirror: Mirror,
+    ipsec: IpsecPolicies,
     compiler: Compiler,
     metrics: Metrics,
     /// Answers of the kernel to "is this address on our link", until routing changes.
@@ -149,6 +151,9 @@ impl VxlanBackend {
         };
         let mirror = Mirror::open(scope)
             .map_err(|err| BackendError::Kernel(format!("cannot open netlink sockets: {err}")))?;
+        let ipsec = IpsecPolicies::open().map_err(|err| {
+            BackendError::Kernel(format!("cannot listen to IPsec policies: {err}"))
+        })?;
         Ok(Self {
             options,
             external,
@@ -158,6 +163,7 @@ impl VxlanBackend {
             devices,
             targets: HashMap::new(),
             mirror,
+            ipsec,
             compiler: Compiler::new(blackhole_route),
             metrics,
             on_link: OnLink::default(),
@@ -459,6 +465,7 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
+        let ipsec = self.ipsec.any();
         let tables = self.mirror.tables();
         let wanted = fast_path::wanted(&fast_path::Sources {
             options: &self.options,
@@ -468,6 +475,7 @@ impl VxlanBackend {
             tunnels: &self.tunnels(),
             wanted: Some(self.compiler.wanted()),
             peers,
+            ipsec,
         });
         self.pods = fast_path::pods(self.mirror.tables(), &self.tunnels());
         self.pod_devices.clone_from(&wanted.pod_devices);
@@ -640,6 +648,7 @@ impl Backend for VxlanBackend {
             let due = self.next_pass;
             tokio::select! {
                 () = self.mirror.readable() => {}
+                () = self.ipsec.changed() => return,
                 () = self.fast_path.flows_due() => {
                     if self.fast_path.tend_flows() {
                         return;
@@ -699,12 +708,17 @@ impl Backend for VxlanBackend {
                 "local": vxlan.and_then(|vxlan| vxlan.local),
             })
         });
+        let obstacle = fast_path::forwarding_obstacle(
+            &self.options,
+            &self.fast_path_config,
+            self.ipsec.found(),
+        );
         json!({
             "devices": devices.collect::<Value>(),
             "peers_served": self.counts.served,
             "problems": self.counts.problems,
             "routes": tables.routes.len(),
-            "datapath": self.fast_path.status(),
+            "datapath": self.fast_path.status(obstacle),
         })
     }
 }

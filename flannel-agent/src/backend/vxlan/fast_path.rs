@@ -121,12 +121,13 @@ impl FastPath {
         }
     }
 
-    /// For `status`: the mode in use and why not a better one.
-    pub fn status(&self) -> Value {
+    /// For `status`: the mode in use and why not a better one, such as the
+    /// [obstacle](forwarding_obstacle).
+    pub fn status(&self, obstacle: Option<&str>) -> Value {
         match self {
             Self::On(datapath) => json!({
                 "mode": "ebpf",
-                "reason": "",
+                "reason": obstacle.unwrap_or_default(),
                 "fast_path": datapath.fast_path(),
                 "programs": datapath.status(),
             }),
@@ -152,14 +153,36 @@ pub struct Sources<'a> {
     pub wanted: Option<&'a Wanted>,
     /// All peers.
     pub peers: &'a PeerTable,
+    /// Whether the host has IPsec policies.
+    pub ipsec: bool,
+}
+
+/// Why the programs only filter and count, if so.
+pub fn forwarding_obstacle(
+    options: &VxlanOptions,
+    config: &FastPathConfig,
+    ipsec: bool,
+) -> Option<&'static str> {
+    // The program takes no part in what the first two add to the header or to the forwarding
+    // entries, and no packet of ours passes an IPsec policy.
+    if options.gbp {
+        Some("Backend.GBP: the kernel's device carries all packets")
+    } else if options.learning {
+        Some("Backend.Learning: the kernel's device carries all packets")
+    } else if config.mode == FastPathMode::Off {
+        Some("--fast-path off: the kernel's device carries all packets")
+    } else if ipsec {
+        Some("the host has IPsec policies, which only the kernel's device follows")
+    } else {
+        None
+    }
 }
 
 /// What the programs shall do: what the kernel does already, and nothing that it does not.
 pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let Sources { options, config, tables, underlay, tunnels, .. } = sources;
     let ours = |index: u32| tunnels.iter().any(|tunnel| tunnel.link == index);
-    // The program takes no part in what these add to the header or to the forwarding entries.
-    let plain = !options.gbp && !options.learning;
+    let forward = forwarding_obstacle(options, config, sources.ipsec).is_none();
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
         pod_devices: pod_devices(tables, tunnels),
@@ -171,7 +194,7 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         vteps: vteps(sources),
         leases: leases(sources),
         source_ports: source_ports().unwrap_or_default(),
-        forward: plain && config.mode != FastPathMode::Off,
+        forward,
         filter: match config.filter {
             PeerFilter::Default => Filter::Default,
             PeerFilter::Strict => Filter::Strict,
@@ -180,13 +203,13 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         other_vnis: tables.links.values().any(|link| {
             link.vxlan.as_ref().is_some_and(|vxlan| vxlan.port == options.port) && !ours(link.index)
         }),
-        flows: flows(sources, plain),
+        flows: flows(sources, forward),
     }
 }
 
 /// What is asked of flows; `None` if none shall bypass the stack.
-fn flows(sources: &Sources<'_>, plain: bool) -> Option<FlowsWanted> {
-    if !plain || sources.config.mode != FastPathMode::Flows {
+fn flows(sources: &Sources<'_>, forward: bool) -> Option<FlowsWanted> {
+    if !forward || sources.config.mode != FastPathMode::Flows {
         return None;
     }
     let mtu = |family| {
