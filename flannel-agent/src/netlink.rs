@@ -1,5 +1,5 @@
 //! The kernel's links, addresses, routes and neighbours, over rtnetlink, and its
-//! connections, over ctnetlink, and whether it has IPsec policies. Their types stay in here.
+//! connections, over ctnetlink, and whether it has `IPsec` policies. Their types stay in here.
 
 pub mod address;
 pub mod conntrack;

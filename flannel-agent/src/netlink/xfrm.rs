@@ -1,4 +1,4 @@
-//! Whether the host has IPsec policies (`linux/xfrm.h`): then outer packets have to pass them,
+//! Whether the host has `IPsec` policies (`linux/xfrm.h`): then outer packets have to pass them,
 //! which only the kernel's device sees to.
 
 use std::io;
@@ -23,18 +23,18 @@ const NEW_POLICY: u16 = 0x13;
 const GET_POLICY: u16 = 0x15;
 
 /// `sizeof(struct xfrm_userpolicy_id)`; a dump asks for all, so all of it is zero.
-const POLICY_ID_LEN: usize = 64;
+const POLICY_ID_LEN: u16 = 64;
 
 /// The length of `struct nlmsghdr`, and where its type begins.
-const HEADER_LEN: usize = 16;
+const HEADER_LEN: u16 = 16;
 const TYPE_OFFSET: usize = 4;
 
 /// The kernel answers before `sendmsg` returns; an answer that is lost must not hold us up.
 const ANSWER_SECONDS: i64 = 2;
 
-/// The host's IPsec policies, as far as we care: are there any?
+/// The host's `IPsec` policies, as far as we care: are there any?
 pub struct IpsecPolicies {
-    /// `None` on a kernel without IPsec.
+    /// `None` on a kernel without `IPsec`.
     monitor: Option<AsyncFd<Socket>>,
     /// What was found since the last notification.
     found: Option<bool>,
@@ -44,7 +44,7 @@ impl IpsecPolicies {
     /// Listens in the network namespace of the calling thread.
     ///
     /// # Errors
-    /// The kernel has IPsec and does not let us listen.
+    /// The kernel has `IPsec` and does not let us listen.
     pub fn open() -> io::Result<Self> {
         let mut socket = match Socket::new(NETLINK_XFRM) {
             Ok(socket) => socket,
@@ -99,14 +99,13 @@ fn look() -> io::Result<bool> {
 }
 
 fn request() -> Vec<u8> {
-    const LEN: usize = HEADER_LEN + POLICY_ID_LEN;
     /// `NLM_F_REQUEST | NLM_F_DUMP`.
     const FLAGS: u16 = 0x301;
-    let mut request = Vec::with_capacity(LEN);
-    request.extend((LEN as u32).to_ne_bytes());
+    let mut request = Vec::new();
+    request.extend(u32::from(HEADER_LEN + POLICY_ID_LEN).to_ne_bytes());
     request.extend(GET_POLICY.to_ne_bytes());
     request.extend(FLAGS.to_ne_bytes());
-    request.resize(LEN, 0);
+    request.resize(usize::from(HEADER_LEN + POLICY_ID_LEN), 0);
     request
 }
 

@@ -153,7 +153,7 @@ pub struct Sources<'a> {
     pub wanted: Option<&'a Wanted>,
     /// All peers.
     pub peers: &'a PeerTable,
-    /// Whether the host has IPsec policies.
+    /// Whether the host has `IPsec` policies.
     pub ipsec: bool,
 }
 
