@@ -42,6 +42,7 @@ const FLANNELD: &[(&str, &str)] = &[
 const OURS: &[(&str, &str)] = &[
     ("datapath", "auto"),
     ("fast-path", "auto"),
+    ("flow-interval-ms", "1000"),
     ("xdp", "off"),
     ("peer-filter", "default"),
     ("bpf-pin-dir", "/sys/fs/bpf/flannel"),

@@ -358,7 +358,9 @@ fn the_capabilities_that_are_asked_for_suffice() {
     const CAP_BPF: u32 = 39;
     in_namespace(|pin_dir| {
         let path = pin_dir.to_owned();
+        let runtime = tokio::runtime::Handle::current();
         let agent = move || {
+            let _entered = runtime.enter();
             keep_capabilities(&[CAP_NET_ADMIN, CAP_PERFMON, CAP_BPF]);
             let underlay = wanted(&[ifindex("v1")]);
             let mut first = load(&path);

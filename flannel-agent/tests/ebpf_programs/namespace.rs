@@ -28,6 +28,10 @@ pub fn in_namespace(story: impl FnOnce(&Path) + Send + 'static) {
         ip("link add v0 type veth peer name v1");
         ip("link set v0 up");
         ip("link set v1 up");
+        // The programs' ring buffer is registered with one, as in the agent.
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let _entered = runtime.enter();
         story(&path);
     };
     if let Err(panic) = thread::spawn(run).join() {
