@@ -151,9 +151,6 @@ impl VxlanBackend {
         };
         let mirror = Mirror::open(scope)
             .map_err(|err| BackendError::Kernel(format!("cannot open netlink sockets: {err}")))?;
-        let ipsec = IpsecPolicies::open().map_err(|err| {
-            BackendError::Kernel(format!("cannot listen to IPsec policies: {err}"))
-        })?;
         Ok(Self {
             options,
             external,
@@ -163,7 +160,7 @@ impl VxlanBackend {
             devices,
             targets: HashMap::new(),
             mirror,
-            ipsec,
+            ipsec: IpsecPolicies::open(),
             compiler: Compiler::new(blackhole_route),
             metrics,
             on_link: OnLink::default(),

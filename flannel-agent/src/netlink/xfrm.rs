@@ -41,24 +41,17 @@ pub struct IpsecPolicies {
 }
 
 impl IpsecPolicies {
-    /// Listens in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// The kernel has `IPsec` and does not let us listen.
-    pub fn open() -> io::Result<Self> {
-        let mut socket = match Socket::new(NETLINK_XFRM) {
-            Ok(socket) => socket,
-            Err(err) if err.raw_os_error() == Some(EPROTONOSUPPORT) => {
-                return Ok(Self { monitor: None, found: Some(false) });
+    /// Listens in the network namespace of the calling thread. Who may not listen is in doubt for
+    /// good.
+    pub fn open() -> Self {
+        match listen() {
+            Ok(monitor) => Self { monitor: Some(monitor), found: None },
+            Err(err) => {
+                debug!("cannot listen to IPsec policies: {err}");
+                let none = err.raw_os_error() == Some(EPROTONOSUPPORT);
+                Self { monitor: None, found: Some(!none) }
             }
-            Err(err) => return Err(err),
-        };
-        socket.bind_auto()?;
-        socket.add_membership(POLICY_GROUP)?;
-        socket.set_non_blocking(true)?;
-        // SAFETY: the socket owns its descriptor and closes it only when it is dropped.
-        let monitor = unsafe { AsyncFd::register(socket) }?;
-        Ok(Self { monitor: Some(monitor), found: None })
+        }
     }
 
     /// Whether there are any. In doubt there are.
@@ -79,13 +72,31 @@ impl IpsecPolicies {
     /// Resolves when policies came or went. Cancel-safe.
     pub async fn changed(&mut self) {
         let Some(monitor) = &self.monitor else { return std::future::pending().await };
-        // An error here means that the runtime is going down.
-        let Ok(mut guard) = monitor.readable().await else { return std::future::pending().await };
-        // What was missed is as good: it is looked up.
-        while let Ok(Ok(_)) = guard.try_io(|socket| socket.get_ref().recv_from_full()) {}
-        guard.clear_ready();
+        let mut heard = false;
+        while !heard {
+            // An error here means that the runtime is going down.
+            let Ok(mut guard) = monitor.readable().await else {
+                return std::future::pending().await;
+            };
+            // An error means that something was missed, which is as good: it is looked up.
+            while let Ok(said) = guard.try_io(|socket| socket.get_ref().recv_from_full()) {
+                heard = true;
+                if said.is_err() {
+                    break;
+                }
+            }
+        }
         self.found = None;
     }
+}
+
+fn listen() -> io::Result<AsyncFd<Socket>> {
+    let mut socket = Socket::new(NETLINK_XFRM)?;
+    socket.bind_auto()?;
+    socket.add_membership(POLICY_GROUP)?;
+    socket.set_non_blocking(true)?;
+    // SAFETY: the socket owns its descriptor and closes it only when it is dropped.
+    Ok(unsafe { AsyncFd::register(socket) }?)
 }
 
 fn look() -> io::Result<bool> {
