@@ -173,6 +173,7 @@ impl Flows {
             "pods": self.pods.len(),
             "interval_ms": self.rules.interval / 1_000_000,
             "epoch": self.rules.epoch,
+            "promotions": self.v4.promotions() + self.v6.promotions(),
         })
     }
 

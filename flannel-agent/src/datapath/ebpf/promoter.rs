@@ -60,6 +60,8 @@ pub(super) struct Promoter<K> {
     map: HashMap<MapData, K, Flow>,
     /// Those that we promoted, the one looked at longest ago first.
     promoted: VecDeque<K>,
+    /// How many were promoted since the start.
+    promotions: u64,
     /// The same, to have each once.
     known: HashSet<K>,
     /// Those that conntrack did not know when they were offered, by when they began.
@@ -68,7 +70,13 @@ pub(super) struct Promoter<K> {
 
 impl<K: FlowKey> Promoter<K> {
     pub(super) fn new(map: HashMap<MapData, K, Flow>) -> Self {
-        Self { map, promoted: VecDeque::new(), known: HashSet::new(), untracked: StdHashMap::new() }
+        Self {
+            map,
+            promoted: VecDeque::new(),
+            promotions: 0,
+            known: HashSet::new(),
+            untracked: StdHashMap::new(),
+        }
     }
 
     /// Promotes a flow if it is proved and conntrack agrees. The error says why not.
@@ -94,6 +102,7 @@ impl<K: FlowKey> Promoter<K> {
         }
         self.map.insert(key, flow.promoted(), EXISTING).map_err(gone)?;
         if self.known.insert(*key) {
+            self.promotions += 1;
             self.promoted.push_back(*key);
         }
         Ok(())
@@ -125,6 +134,11 @@ impl<K: FlowKey> Promoter<K> {
                 Err("conntrack does not know it; if it still does not, it is not in use".to_owned())
             }
         }
+    }
+
+    /// How many flows were promoted since the start.
+    pub fn promotions(&self) -> u64 {
+        self.promotions
     }
 
     /// Looks at some of the promoted flows. Their conntrack entry may have been flushed and made
