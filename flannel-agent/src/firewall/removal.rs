@@ -82,6 +82,9 @@ fn chains(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
     Ok(deletions)
 }
 
+/// The chains that `iptables` makes; a table with others is an administrator's.
+const BUILT_IN: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+
 /// iptables' tables that hold nothing and refuse nothing: `iptables` made them for our rules, and
 /// makes them anew for whoever asks.
 fn empty_tables(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
@@ -91,8 +94,10 @@ fn empty_tables(nf: &mut NfTables) -> io::Result<Vec<Deletion>> {
         for table in PLACES.map(|place| place.table) {
             let chains: Vec<_> =
                 all.iter().filter(|chain| chain.family == family && chain.table == table).collect();
-            let bare =
-                |chain: &Chain| chain.base.as_ref().is_some_and(|base| base.policy != POLICY_DROP);
+            let bare = |chain: &Chain| {
+                BUILT_IN.contains(&chain.name.as_str())
+                    && chain.base.as_ref().is_some_and(|base| base.policy != POLICY_DROP)
+            };
             let is_empty =
                 chains.iter().all(|chain| bare(chain)) && nf.rules(family, table, None)?.is_empty();
             if chains.is_empty() || !is_empty {
