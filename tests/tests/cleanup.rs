@@ -149,3 +149,88 @@ fn while_an_agent_runs_nothing_is_removed() -> Result<()> {
     }
     Ok(())
 }
+
+/// Makes what an administrator might: the name of the second table is one that iptables uses.
+fn administrators_tables(node: &Node) -> Result<()> {
+    for line in [
+        "nft add table ip mine",
+        "nft add table ip filter",
+        "nft add set ip filter allowed '{ type ipv4_addr; }'",
+        "nft add chain ip filter admission '{ type filter hook forward priority 10; }'",
+    ] {
+        let done = node.shell(line)?;
+        ensure!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    Ok(())
+}
+
+/// A backend serves a peer, whose `route` tells that it did; after cleanup nothing does.
+fn leaves_nothing(
+    backend: &str,
+    peers_type: &str,
+    route: &str,
+    prepare: impl Fn(&Node) -> Result<()>,
+) -> Result<()> {
+    let lab = Lab::new()?;
+    let store = LocalStore::new(&lab)?;
+    store.put_config(&format!(r#"{{"Network":"10.77.0.0/16",{backend}}}"#))?;
+    let peer = json!({"PublicIP": "192.0.2.200", "BackendType": peers_type});
+    store.put_lease("10.77.200.0-24", &peer)?;
+    let node = lab.node("alder")?;
+    prepare(&node)?;
+    let before = snapshot(&node)?;
+    let flags = ["--ip-masq", "--ip-blackhole-route"].map(str::to_owned);
+    let mut agent = node.agent(store.flags().into_iter().chain(flags))?;
+    agent.wait_ready(READY_WITHIN)?;
+    let routes = node.run("ip route show table all")?;
+    ensure!(routes.contains(route), "no {route:?} in\n{routes}");
+    agent.stop()?;
+    ensure!(same(&before, &snapshot(&node)?).is_err(), "the agent has changed nothing?");
+    let (ok, report) = clean(&node, &[])?;
+    ensure!(ok, "{report:#}");
+    same(&before, &snapshot(&node)?).with_context(|| format!("{report:#}"))
+}
+
+#[test]
+fn host_gw_leaves_no_route() -> Result<()> {
+    let route = "10.77.200.0/24 via 192.0.2.200";
+    leaves_nothing(r#""Backend":{"Type":"host-gw"}"#, "host-gw", route, |_| Ok(()))
+}
+
+#[test]
+fn with_nftables_the_tables_of_others_stay() -> Result<()> {
+    let config = r#""EnableNFTables":true,"Backend":{"Type":"host-gw"}"#;
+    leaves_nothing(config, "host-gw", "via 192.0.2.200", administrators_tables)
+}
+
+#[test]
+fn udp_leaves_no_device_and_no_route() -> Result<()> {
+    leaves_nothing(r#""Backend":{"Type":"udp"}"#, "", "dev flannel0", |_| Ok(()))
+}
+
+#[test]
+fn alloc_leaves_no_file_and_no_rule() -> Result<()> {
+    leaves_nothing(r#""Backend":{"Type":"alloc"}"#, "", "", |_| Ok(()))
+}
+
+#[test]
+fn a_table_that_iptables_shares_with_an_administrator_stays() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = LocalStore::new(&lab)?;
+    store.put_config(r#"{"Network":"10.77.0.0/16","Backend":{"Type":"host-gw"}}"#)?;
+    let node = lab.node("alder")?;
+    administrators_tables(&node)?;
+    let mut agent = node.agent(store.flags().into_iter().chain(["--ip-masq".to_owned()]))?;
+    agent.wait_ready(READY_WITHIN)?;
+    let rules = node.run("nft list ruleset")?;
+    ensure!(rules.contains("FLANNEL-FWD"), "no rules of ours:\n{rules}");
+    agent.stop()?;
+    let (ok, report) = clean(&node, &[])?;
+    ensure!(ok, "{report:#}");
+    let rules = node.run("nft list ruleset")?;
+    ensure!(!rules.contains("FLANNEL"), "{rules}");
+    for theirs in ["table ip mine", "set allowed", "chain admission"] {
+        ensure!(rules.contains(theirs), "no {theirs} in\n{rules}");
+    }
+    Ok(())
+}

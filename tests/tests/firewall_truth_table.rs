@@ -61,7 +61,8 @@ fn with_nftables() -> Result<()> {
 #[test]
 fn with_the_legacy_tables_where_the_host_uses_them() -> Result<()> {
     let lab = Lab::new()?;
-    let nat = NatLab::start_after(&lab, Renderer::Iptables, &[], |node| {
+    // Without the resync, which would hide what is noticed by looking.
+    let nat = NatLab::start_after(&lab, Renderer::Iptables, &["--iptables-resync=60"], |node| {
         node.run("iptables-legacy -t nat -A POSTROUTING -s 172.31.0.0/16 -j MASQUERADE").map(drop)
     })?;
     nat.check()?;
@@ -70,6 +71,9 @@ fn with_the_legacy_tables_where_the_host_uses_them() -> Result<()> {
         "iptables-legacy -t nat -F FLANNEL-POSTRTG",
         "ip6tables-legacy -t nat -D POSTROUTING 1",
         "iptables-legacy -F FORWARD && iptables-legacy -P FORWARD DROP",
+        // Neither the number of rules nor their size tells.
+        "rule=$(iptables-legacy -t nat -S FLANNEL-POSTRTG 3) && \
+         iptables-legacy -t nat -D FLANNEL-POSTRTG 3 && eval iptables-legacy -t nat $rule",
     ] {
         nat.tamper(line)?;
         eventually(&format!("the rules are back after `{line}`"), REPAIRED_WITHIN, || {

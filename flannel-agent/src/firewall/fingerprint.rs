@@ -99,7 +99,7 @@ pub fn of_legacy() -> io::Result<Fingerprint> {
     Ok(found)
 }
 
-/// Number and size of the legacy rules: what most changes change.
+/// What changes when a legacy table does that has a place of ours.
 pub fn outline_of_legacy() -> io::Result<Vec<Vec<u8>>> {
     let mut outlines = Vec::new();
     for family in Family::ALL {

@@ -16,6 +16,9 @@ const ENTRIES_AT: usize = 40;
 /// Bytes of the header of a match or target.
 const HEADER: usize = 32;
 
+/// Bytes of a table that may be read every second: some thousand rules.
+const READ_WHOLE: usize = 256 << 10;
+
 /// The built-in chain at each hook.
 const BUILT_IN: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
@@ -68,9 +71,21 @@ pub fn tables(family: Family) -> Vec<String> {
     text.lines().map(str::to_owned).collect()
 }
 
-/// Number of rules and size of a table: cheap, and different after most changes.
+/// What tells one state of a table from another, cheaply: number of rules and size, and the rules
+/// themselves unless they are many. A table of many rules can be changed unnoticed only by putting
+/// rules of the same size in the place of others.
 pub fn outline(family: Family, table: &str) -> io::Result<Vec<u8>> {
-    info(&socket(family)?, family, table)
+    let mut outline = info(&socket(family)?, family, table)?;
+    if size(&outline) <= READ_WHOLE {
+        for (chain, rules) in read(family, table)? {
+            outline.extend(chain.into_bytes());
+            for rule in rules {
+                outline.push(0);
+                outline.extend(rule.content);
+            }
+        }
+    }
+    Ok(outline)
 }
 
 /// Reads a table. Looking at one that does not exist makes it: ask [`tables`] first.
@@ -79,7 +94,7 @@ pub fn read(family: Family, table: &str) -> io::Result<Chains> {
     // The table may grow between the two questions.
     for _ in 0..10 {
         let info = info(&socket, family, table)?;
-        let size = word(&info, 80).unwrap_or(0) as usize;
+        let size = size(&info);
         let mut buffer = vec![0; ENTRIES_AT + size];
         write_name(&mut buffer, table);
         buffer[32..36].copy_from_slice(&u32::try_from(size).unwrap_or(0).to_ne_bytes());
@@ -132,6 +147,11 @@ fn get(socket: &UdpSocket, family: Family, option: i32, buffer: &mut [u8]) -> io
         )
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Bytes of a table's entries, as `struct ipt_getinfo` has them.
+fn size(info: &[u8]) -> usize {
+    word(info, 80).unwrap_or(0) as usize
 }
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
