@@ -10,6 +10,9 @@ use anyhow::{Context, ensure};
 
 use crate::toolchain::{self, Compiler, TARGET, Toolchain};
 
+/// The profile of the programs, which has nothing to do with the agent's.
+const PROFILE: &str = "bpf";
+
 /// The root of the workspace.
 pub fn workspace() -> PathBuf {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -31,7 +34,7 @@ pub fn run() -> anyhow::Result<PathBuf> {
     let mut command = command(&toolchain, &root, &target_dir, "build");
     let status = command.status().context("cannot start cargo")?;
     ensure!(status.success(), "building the eBPF programs failed ({status})");
-    let built = target_dir.join(TARGET).join("release/flannel-ebpf");
+    let built = target_dir.join(TARGET).join(PROFILE).join("flannel-ebpf");
     let object = object(&root);
     publish(&built, &object)?;
     eprintln!("{}", object.display());
@@ -92,7 +95,7 @@ fn command(toolchain: &Toolchain, root: &Path, target_dir: &Path, task: &str) ->
     ];
     command
         .current_dir(root)
-        .args(["--locked", "--quiet", "--release", "--package", "flannel-ebpf"])
+        .args(["--locked", "--quiet", "--profile", PROFILE, "--package", "flannel-ebpf"])
         .args(["--target", TARGET, "--target-dir"])
         .arg(target_dir)
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
