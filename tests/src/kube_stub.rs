@@ -74,6 +74,7 @@ impl KubeStub {
             },
             requests: Vec::new(),
             generation: 0,
+            rounds: 0,
             bookmarks: Duration::from_secs(5),
             stopping: false,
             watches: 0,
@@ -213,6 +214,17 @@ impl KubeStub {
     pub fn drop_watches(&self) {
         self.shared.lock().generation += 1;
         self.shared.notify();
+    }
+
+    /// Ends all watches as a server does every few minutes, whatever time was asked for.
+    pub fn finish_watches(&self) {
+        self.shared.lock().rounds += 1;
+        self.shared.notify();
+    }
+
+    /// Sends bookmarks that far apart to watches that begin from now on.
+    pub fn set_bookmarks(&self, apart: Duration) {
+        self.shared.lock().bookmarks = apart;
     }
 
     /// How many watches are open.

@@ -43,6 +43,8 @@ pub(super) struct State {
     pub requests: Vec<String>,
     /// Grows when all watches are to be dropped.
     pub generation: u64,
+    /// Grows when all watches are to end in peace.
+    pub rounds: u64,
     pub bookmarks: Duration,
     pub stopping: bool,
     pub watches: usize,
@@ -337,7 +339,7 @@ impl Shared {
             chunk(out, &format!("{{\"type\":\"ADDED\",\"object\":{}}}\n", whole(node)))?;
         }
         let mut state = self.lock();
-        let (generation, period) = (state.generation, state.bookmarks);
+        let (generation, round, period) = (state.generation, state.rounds, state.bookmarks);
         state.watches += 1;
         drop(state);
         let result = (|| {
@@ -350,7 +352,7 @@ impl Shared {
                         return out.sock.shutdown(Shutdown::Both);
                     }
                     let now = Instant::now();
-                    if now >= end {
+                    if now >= end || state.rounds != round {
                         drop(state);
                         return end_chunks(out);
                     }
