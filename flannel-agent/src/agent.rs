@@ -5,6 +5,8 @@
 //! [`Agent::apply`], which makes the kernel equal to the wanted state: all of it, or, when only
 //! some peers' leases changed, these peers' part.
 
+mod config_change;
+
 use std::{collections::BTreeSet, future::Future, pin::Pin, rc::Rc, time::Duration};
 
 use tokio::{
@@ -358,15 +360,7 @@ impl Agent {
                 self.state.set_connection(&connection);
                 Changed::Nothing
             }
-            StoreEvent::ConfigChanged(change) => {
-                if let Some(change) = &change {
-                    warn!("{change}");
-                } else {
-                    info!("the network configuration is the one in use again");
-                }
-                self.state.set_config_change(change);
-                Changed::Nothing
-            }
+            StoreEvent::Config(read) => self.take_config(read),
             StoreEvent::Lost(_) => Changed::Nothing,
         }
     }

@@ -15,7 +15,7 @@ use std::{collections::BTreeSet, future::Future, pin::Pin};
 use async_trait::async_trait;
 
 use crate::{
-    lease::{Lease, LeaseAttributes, Subnets},
+    lease::{Lease, LeaseAttributes, RawJson, Subnets},
     peer_table::PeerTable,
 };
 
@@ -46,6 +46,15 @@ pub struct ApplyReport {
     pub device_problem: Option<String>,
     /// Peers that are fully in place.
     pub peers_applied: usize,
+}
+
+/// What [`Backend::reconfigure`] came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reconfigured {
+    /// The options of `Backend` that are now as asked; all others need a restart.
+    pub options: &'static [&'static str],
+    /// Whether one of them has another meaning than before: then a pass over everything is due.
+    pub differs: bool,
 }
 
 /// A way to carry packets between nodes. Sees the wanted set only; never talks to a store.
@@ -81,6 +90,16 @@ pub trait Backend {
         // To look at more than asked is always right.
         let _ = changed;
         self.apply(own, peers).await
+    }
+
+    /// Takes over those of changed options that can be changed while packets flow. Touches nothing
+    /// yet: the next [`apply`](Self::apply) carries it out.
+    ///
+    /// # Errors
+    /// [`BackendError::Config`] if the options make no sense; nothing is taken over then.
+    fn reconfigure(&mut self, backend: &RawJson) -> Result<Reconfigured, BackendError> {
+        let _ = backend;
+        Ok(Reconfigured::default())
     }
 
     /// Resolves when something outside made the kernel's state differ (a device, route, neighbour

@@ -1,5 +1,7 @@
 //! The network configuration (`<prefix>/config`, `net-conf.json`): specification §3.
 
+mod difference;
+
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use ipnet::{Ipv4Net, Ipv6Net};

@@ -70,9 +70,13 @@ impl SharedState {
         self.inner.borrow_mut().status.backend_type.clone_from(&config.backend_type);
     }
 
-    /// Records how the configuration in the store differs from the one in use.
-    pub fn set_config_change(&self, change: Option<String>) {
-        self.inner.borrow_mut().status.config_change = change;
+    /// Records how the configuration in the store differs from the one in use. Returns whether
+    /// that is news.
+    pub fn set_config_change(&self, change: Option<String>) -> bool {
+        let mut inner = self.inner.borrow_mut();
+        let news = inner.status.config_change != change;
+        inner.status.config_change = change;
+        news
     }
 
     /// Records which interface carries the tunnel.

@@ -86,9 +86,9 @@ pub enum StoreEvent {
     Lost(LeaseLost),
     /// The store became reachable or unreachable; sent on every change, not on every try.
     Connection(Connection),
-    /// The network configuration is no longer the one in use: what differs, in words, or `None`
-    /// if it is the same again.
-    ConfigChanged(Option<String>),
+    /// The network configuration as it stands now, or why that one cannot be used. Sent by stores
+    /// that watch it, whenever that is another answer than before.
+    Config(Result<NetworkConfig, String>),
 }
 
 /// Why and to whom a lease was lost.

@@ -219,6 +219,83 @@ fn check_gives_the_delegate_the_earlier_result() {
 }
 
 #[test]
+fn every_version_has_the_commands_that_its_specification_knows() {
+    let setting = Setting::new();
+    let path = setting.dir.path().display().to_string();
+    for (version, checks, collects) in [
+        ("0.1.0", false, false),
+        ("0.2.0", false, false),
+        ("0.3.0", false, false),
+        ("0.3.1", false, false),
+        ("0.4.0", true, false),
+        ("1.0.0", true, false),
+        ("1.1.0", true, true),
+    ] {
+        setting.speak(&[version]);
+        let result = RESULT.replace("1.0.0", version);
+        setting.behave(&format!("test $CNI_COMMAND = ADD && echo '{result}'; exit 0"));
+        let config = setting.config(version);
+        let told = |command: &str| -> Value {
+            let text = setting.read(&format!("input.{command}")).expect("called");
+            serde_json::from_str(&text).expect("JSON")
+        };
+        let added = setting.call("ADD", &config);
+        assert!(added.success, "{version}: {added:?}");
+        assert_eq!(
+            (&added.json()["cniVersion"], &told("ADD")["cniVersion"]),
+            (&json!(version), &json!(version))
+        );
+
+        let mut again = config.clone();
+        again["prevResult"] = added.json();
+        let checked = setting.call("CHECK", &again);
+        if checks {
+            assert!(checked.success && checked.stdout.is_empty(), "{version}: {checked:?}");
+            assert_eq!(told("CHECK")["cniVersion"], version);
+        } else {
+            assert_eq!(checked.error().0, 1, "{version}: {checked:?}");
+        }
+        let mut listing = config.clone();
+        listing["cni.dev/valid-attachments"] = json!([{"containerID": "c1", "ifname": "eth0"}]);
+        for (command, config) in [("STATUS", &config), ("GC", &listing)] {
+            let variables = [("CNI_COMMAND", command), ("CNI_PATH", path.as_str())];
+            let called = call_with(&variables, &config.to_string());
+            if collects {
+                assert!(called.success && called.stdout.is_empty(), "{version}: {called:?}");
+                assert_eq!(told(command)["cniVersion"], version);
+            } else {
+                assert_eq!(called.error().0, 1, "{version} {command}: {called:?}");
+            }
+        }
+        let deleted = setting.call("DEL", &config);
+        assert!(deleted.success && deleted.stdout.is_empty(), "{version}: {deleted:?}");
+        assert_eq!(setting.read("data/c1"), None, "{version}");
+    }
+}
+
+#[test]
+fn what_is_for_the_next_plugin_of_the_chain_stays_out_of_the_delegate() {
+    let setting = Setting::new();
+    let mut config = setting.config("1.0.0");
+    config["runtimeConfig"] = json!({"bandwidth": {"ingressRate": 1}});
+    for (key, value) in [
+        ("capabilities", json!({"portMappings": true})),
+        ("args", json!({"cni": {"ips": ["10.1.17.9"]}})),
+        ("dns", json!({"nameservers": ["10.96.0.10"]})),
+        ("prevResult", serde_json::from_str(RESULT).expect("JSON")),
+    ] {
+        config[key] = value;
+    }
+    assert!(setting.call("ADD", &config).success);
+    let told: Value =
+        serde_json::from_str(&setting.read("input.ADD").expect("called")).expect("JSON");
+    assert_eq!(told["runtimeConfig"], config["runtimeConfig"]);
+    for key in ["capabilities", "args", "dns", "prevResult"] {
+        assert!(told[key].is_null(), "{key}: {told}");
+    }
+}
+
+#[test]
 fn garbage_is_what_the_runtime_does_not_list() {
     let setting = Setting::new();
     let path = setting.dir.path().display().to_string();

@@ -6,7 +6,7 @@ use std::{
     fs,
     io::Write,
     net::IpAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
@@ -110,7 +110,18 @@ impl<'a> Runtime<'a> {
         container: Option<&Container>,
         config: &Value,
     ) -> Result<Result<Value, Refused>> {
-        let mut process: Command = self.node.command(plugin()?);
+        self.call_plugin(&plugin()?, command, container, config)
+    }
+
+    /// Calls any plugin, as the next of a chain.
+    pub fn call_plugin(
+        &self,
+        plugin: &Path,
+        command: &str,
+        container: Option<&Container>,
+        config: &Value,
+    ) -> Result<Result<Value, Refused>> {
+        let mut process: Command = self.node.command(plugin);
         process.env("CNI_COMMAND", command).env("CNI_PATH", PLUGINS);
         if let Some(container) = container {
             process.env("CNI_CONTAINERID", &container.id).env("CNI_IFNAME", "eth0");

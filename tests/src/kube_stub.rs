@@ -3,17 +3,22 @@
 //!
 //! It follows the documented API: lists in pages from one version, watches with bookmarks that
 //! resume from a version or end in 410, strategic merge patches, the split of `nodes` and
-//! `nodes/status`, RBAC refusals. It runs in the story's own process.
+//! `nodes/status`, RBAC refusals. Where it knows less than a real server it refuses; it never lets
+//! pass what a real one would not. It runs in the story's own process.
 
+mod access;
 mod certificates;
+mod http;
 mod objects;
 mod server;
+mod status;
 
 use std::{
     cell::{Cell, RefCell},
     collections::{BTreeMap, BTreeSet},
     fs,
     net::TcpListener,
+    path::PathBuf,
     sync::Arc,
     thread::JoinHandle,
     time::Duration,
@@ -23,6 +28,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value, json};
 
 use self::{
+    access::Access,
     certificates::Certificates,
     objects::Objects,
     server::{Shared, State},
@@ -62,10 +68,13 @@ impl KubeStub {
         let state = State {
             objects: Objects::starting_at(1000),
             fault: None,
-            tokens: BTreeSet::from([FIRST_TOKEN.to_owned()]),
-            denied: BTreeSet::new(),
+            access: Access {
+                tokens: BTreeSet::from([FIRST_TOKEN.to_owned()]),
+                denied: BTreeSet::new(),
+            },
             requests: Vec::new(),
             generation: 0,
+            rounds: 0,
             bookmarks: Duration::from_secs(5),
             stopping: false,
             watches: 0,
@@ -120,17 +129,38 @@ impl KubeStub {
     }
 
     /// The kubeconfig file.
-    pub fn kubeconfig(&self) -> std::path::PathBuf {
+    pub fn kubeconfig(&self) -> PathBuf {
         self.host.dir().join("kubeconfig")
     }
 
     /// `net-conf.json`.
-    pub fn net_conf(&self) -> std::path::PathBuf {
+    pub fn net_conf(&self) -> PathBuf {
         self.host.dir().join("net-conf/net-conf.json")
     }
 
-    fn token_file(&self) -> std::path::PathBuf {
+    /// Where the token is kept.
+    pub fn token_file(&self) -> PathBuf {
         self.host.dir().join("token")
+    }
+
+    /// A token that is good now.
+    pub fn token(&self) -> String {
+        self.shared.lock().access.tokens.first().cloned().unwrap_or_default()
+    }
+
+    /// `https://ADDRESS:PORT`.
+    pub fn url(&self) -> String {
+        format!("https://{}:{PORT}", self.host.v4())
+    }
+
+    /// The authority that signed the server's certificate, PEM.
+    pub fn authority(&self) -> &str {
+        &self.certificates.authority
+    }
+
+    /// A certificate that stands for the service account, and its key, PEM.
+    pub fn client_certificate(&self) -> Result<(String, String)> {
+        self.certificates.client()
     }
 
     fn write_token(&self, token: &str) -> Result<()> {
@@ -140,24 +170,18 @@ impl KubeStub {
     }
 
     fn write_kubeconfig(&self) -> Result<()> {
-        let authority = base64::encode(self.certificates.authority.as_bytes());
-        let server = format!("https://{}:{PORT}", self.host.v4());
-        let config = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "lab",
-            "clusters": [{"name": "lab", "cluster": {
-                "server": server, "certificate-authority-data": authority}}],
-            "users": [{"name": "flannel", "user": {"tokenFile": self.token_file()}}],
-            "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": "flannel"}}],
-        });
+        let authority = base64::encode(self.authority().as_bytes());
+        let cluster = json!({"server": self.url(), "certificate-authority-data": authority});
+        let user = json!({"tokenFile": self.token_file()});
         fs::create_dir_all(self.host.dir().join("net-conf"))?;
-        Ok(fs::write(self.kubeconfig(), config.to_string())?)
+        Ok(fs::write(self.kubeconfig(), kubeconfig(&cluster, &user).to_string())?)
     }
 
     /// Makes a new token the only good one; its file has it only if `written`.
     pub fn rotate_token(&self, written: bool) -> Result<String> {
         self.tokens_made.set(self.tokens_made.get() + 1);
         let token = format!("token-of-the-lab-{}", self.tokens_made.get());
-        self.shared.lock().tokens = BTreeSet::from([token.clone()]);
+        self.shared.lock().access.tokens = BTreeSet::from([token.clone()]);
         if written {
             self.write_token(&token)?;
         }
@@ -180,9 +204,9 @@ impl KubeStub {
         let rule = (verb.to_owned(), resource.to_owned());
         let mut state = self.shared.lock();
         if denied {
-            state.denied.insert(rule);
+            state.access.denied.insert(rule);
         } else {
-            state.denied.remove(&rule);
+            state.access.denied.remove(&rule);
         }
     }
 
@@ -190,6 +214,17 @@ impl KubeStub {
     pub fn drop_watches(&self) {
         self.shared.lock().generation += 1;
         self.shared.notify();
+    }
+
+    /// Ends all watches as a server does every few minutes, whatever time was asked for.
+    pub fn finish_watches(&self) {
+        self.shared.lock().rounds += 1;
+        self.shared.notify();
+    }
+
+    /// Sends bookmarks that far apart to watches that begin from now on.
+    pub fn set_bookmarks(&self, apart: Duration) {
+        self.shared.lock().bookmarks = apart;
     }
 
     /// How many watches are open.
@@ -260,7 +295,7 @@ impl KubeStub {
             "kind": "Pod", "apiVersion": "v1", "metadata": {"name": name, "namespace": namespace},
             "spec": {"nodeName": node},
         });
-        self.shared.lock().objects.pods.insert(name.to_owned(), pod);
+        self.shared.lock().objects.pods.insert(format!("{namespace}/{name}"), pod);
     }
 }
 
@@ -269,6 +304,16 @@ impl Drop for KubeStub {
         // Threads end with the process at the latest.
         let _ = self.stop();
     }
+}
+
+/// A kubeconfig file with one cluster and one user.
+pub fn kubeconfig(cluster: &Value, user: &Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "lab",
+        "clusters": [{"name": "lab", "cluster": cluster}],
+        "users": [{"name": "flannel", "user": user}],
+        "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": "flannel"}}],
+    })
 }
 
 /// A node as kubelet registers it, with these podCIDRs.

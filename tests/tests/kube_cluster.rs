@@ -242,35 +242,3 @@ fn somebody_who_strips_our_annotations_gets_them_put_back() -> Result<()> {
     duo.agent.wait_complaint(&["backend-data", "put back"], Duration::from_secs(2))?;
     Ok(())
 }
-
-#[test]
-fn a_changed_net_conf_is_told_and_a_config_map_swap_is_noticed() -> Result<()> {
-    let lab = Lab::new()?;
-    let stub = KubeStub::new(&lab)?;
-    // As kubelet mounts a ConfigMap: a link to a link to a folder.
-    let dir = stub.net_conf().parent().context("no folder")?.to_owned();
-    let data = |name: &str, text: &str| -> Result<()> {
-        std::fs::create_dir(dir.join(name))?;
-        std::fs::write(dir.join(name).join("net-conf.json"), text)?;
-        std::os::unix::fs::symlink(name, dir.join("..data_tmp"))?;
-        Ok(std::fs::rename(dir.join("..data_tmp"), dir.join("..data"))?)
-    };
-    data("..1", CONFIG)?;
-    std::os::unix::fs::symlink("..data/net-conf.json", stub.net_conf())?;
-    let alder = lab.node("alder")?;
-    stub.register(&alder)?;
-    let mut agent = alder.agent(stub.flags())?;
-    agent.wait_ready(READY_WITHIN)?;
-    data("..2", r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan","MTU":1400}}"#)?;
-    agent.wait_complaint(&["Backend.MTU", "1400", "restart"], Duration::from_secs(5))?;
-    let change = agent.status()?["config_change"].clone();
-    ensure!(change.as_str().is_some_and(|text| text.contains("Backend.MTU")), "{change}");
-    data("..3", "{\"Network\":")?;
-    agent.wait_complaint(&["error parsing subnet config"], Duration::from_secs(5))?;
-    data("..4", CONFIG)?;
-    eventually("all is as it was", Duration::from_secs(5), || {
-        Ok(agent.status()?["config_change"].is_null().then_some(()))
-    })?;
-    ensure!(agent.readiness()?.0, "no longer ready");
-    Ok(())
-}

@@ -1,18 +1,20 @@
 //! From flannel to ours and back, as `docs/migration.md` tells it: the node looks to the last rule
 //! like one that a running flanneld has just left, and a stream of a packet per millisecond runs
-//! through all of it.
+//! through all of it. Once with leases in etcd, once with the annotations of a Kubernetes node.
 
 use std::{collections::BTreeMap, fs, net::IpAddr, process::Command};
 
 use flannel_lab::{
     cni::{PLUGINS, Runtime},
     kernel_peer::RemoteVtep,
+    kube_stub::{annotate, flannel_annotations, plain_node},
     netns::Netns,
     prelude::*,
     process,
     vxlan_view::VxlanView,
 };
 
+const CONFIG: &str = r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#;
 const OWN_MAC: &str = "12:c6:65:89:b4:e3";
 const OWN_KEY: &str = "10.77.1.0-24";
 const ENV: &str = "FLANNEL_NETWORK=10.77.0.0/16\nFLANNEL_SUBNET=10.77.1.1/24\nFLANNEL_MTU=1450\n\
@@ -101,10 +103,65 @@ fn check_rules(node: &Node, before: &BTreeMap<String, usize>) -> Result<()> {
     Ok(())
 }
 
+/// A store in which flanneld has published its node.
+trait UsedByFlanneld: LeaseStore {
+    /// Publishes the node as flanneld does.
+    fn publish(&self, node: &Node) -> Result<()>;
+    /// What is published has to be what flanneld published.
+    fn check(&self, node: &Node) -> Result<()>;
+}
+
+impl UsedByFlanneld for Etcd {
+    fn publish(&self, node: &Node) -> Result<()> {
+        let granted = self.grant(80_000)?;
+        let key = format!("{SUBNETS_PREFIX}{OWN_KEY}");
+        self.put_with_lease(&key, &own_lease(node).to_string(), granted).map(drop)
+    }
+
+    fn check(&self, node: &Node) -> Result<()> {
+        let lease = self.get(&format!("{SUBNETS_PREFIX}{OWN_KEY}"))?.context("no lease")?.value;
+        ensure!(serde_json::from_str::<Value>(&lease)? == own_lease(node), "{lease}");
+        Ok(())
+    }
+}
+
+/// The Node object that flanneld leaves: its annotations, its condition, and what others wrote.
+fn own_node(node: &Node) -> Value {
+    let mut object = plain_node(node.name(), &["10.77.1.0/24"]);
+    annotate(&mut object, &flannel_annotations(&node.v4(), OWN_MAC));
+    annotate(&mut object, &json!({"node.alpha.kubernetes.io/ttl": "0"}));
+    if let Some(conditions) = object["status"]["conditions"].as_array_mut() {
+        conditions.push(json!({
+            "type": "NetworkUnavailable", "status": "False", "reason": "FlannelIsUp",
+            "message": "Flannel is running on this node",
+            "lastHeartbeatTime": "2026-01-01T00:00:09Z",
+            "lastTransitionTime": "2026-01-01T00:00:09Z",
+        }));
+    }
+    object
+}
+
+impl UsedByFlanneld for KubeStub {
+    fn publish(&self, node: &Node) -> Result<()> {
+        self.put(own_node(node))
+    }
+
+    fn check(&self, node: &Node) -> Result<()> {
+        ensure!(self.patches().is_empty(), "patched: {:#?}", self.patches());
+        let (now, wanted) = (self.get(node.name())?, own_node(node));
+        for field in ["spec", "status"] {
+            ensure!(now[field] == wanted[field], "{now:#}");
+        }
+        let annotations = |node: &Value| node["metadata"]["annotations"].clone();
+        ensure!(annotations(&now) == annotations(&wanted), "{now:#}");
+        Ok(())
+    }
+}
+
 /// A node as flanneld left it, a peer, and a pod that flannel's plugin made.
-struct Scene {
+struct Scene<S> {
     lab: Lab,
-    etcd: Etcd,
+    store: S,
     node: Node,
     peer: KernelPeer,
     pod: Netns,
@@ -125,18 +182,14 @@ fn own_lease(node: &Node) -> Value {
         "BackendData": {"VNI": 1, "VtepMAC": OWN_MAC}})
 }
 
-fn left_by_flanneld() -> Result<Scene> {
-    let lab = Lab::new()?;
-    let etcd = Etcd::new(&lab)?;
-    etcd.put_config(r#"{"Network":"10.77.0.0/16","Backend":{"Type":"vxlan"}}"#)?;
+fn left_by_flanneld<S: UsedByFlanneld>(lab: Lab, store: S) -> Result<Scene<S>> {
+    store.put_config(CONFIG)?;
     let node = lab.node("alder")?;
     let peer = KernelPeer::new(lab.node("birch")?, PeerSpec::v4(200))?;
     let (key, lease) = peer.lease();
-    etcd.put_lease(&key, &lease)?;
-    let own = own_lease(&node);
-    let granted = etcd.grant(80_000)?;
-    etcd.put_with_lease(&format!("{SUBNETS_PREFIX}{OWN_KEY}"), &own.to_string(), granted)?;
-    peer.learn(OWN_KEY, &own)?;
+    store.put_lease(&key, &lease)?;
+    store.publish(&node)?;
+    peer.learn(OWN_KEY, &own_lease(&node))?;
 
     node.ns().ip(&[
         &format!(
@@ -162,7 +215,7 @@ fn left_by_flanneld() -> Result<Scene> {
     let pod_address = address.split('/').next().context("no address")?.parse()?;
     let there = peer.node().pod(&peer.env()?)?;
     traffic::wait_reaches(&pod, there.v4()?, Duration::from_secs(5))?;
-    Ok(Scene { lab, etcd, node, peer, pod, pod_address, there })
+    Ok(Scene { lab, store, node, peer, pod, pod_address, there })
 }
 
 /// Calls Debian's `bridge` as flannel's plugin does.
@@ -186,12 +239,22 @@ fn device(node: &Node) -> Result<Value> {
 
 #[test]
 fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
-    let scene = left_by_flanneld()?;
-    let Scene { lab, etcd, node, peer, pod, pod_address, there } = &scene;
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    to_ours_and_back(&left_by_flanneld(lab, etcd)?)
+}
+
+#[test]
+fn a_kubernetes_node_goes_to_ours_and_back_without_a_lost_packet_or_a_patch() -> Result<()> {
+    let lab = Lab::new()?;
+    let stub = KubeStub::new(&lab)?;
+    to_ours_and_back(&left_by_flanneld(lab, stub)?)
+}
+
+fn to_ours_and_back<S: UsedByFlanneld>(scene: &Scene<S>) -> Result<()> {
+    let Scene { lab, store, node, peer, pod, pod_address, there } = scene;
     let (device_before, rules_before) = (device(node)?, rules(node)?);
     let routes_before = node.run("ip route show")?;
-    let lease_key = format!("{SUBNETS_PREFIX}{OWN_KEY}");
-    let lease_before = etcd.get(&lease_key)?.context("no lease")?;
     ensure!(rules_before.len() == 12, "{rules_before:#?}");
 
     let meters = [
@@ -200,7 +263,7 @@ fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
     ];
 
     // To ours: the same flags as flanneld had.
-    let mut flags = etcd.flags();
+    let mut flags = store.flags();
     flags.push("--ip-masq".into());
     let mut agent = node.agent(&flags)?;
     let env = agent.wait_ready(READY_WITHIN)?;
@@ -209,13 +272,7 @@ fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
     holds_for("everything is as flanneld left it", Duration::from_secs(11), || {
         ensure!(device(node)? == device_before, "{:#}", device(node)?);
         ensure!(node.run("ip route show")? == routes_before, "{}", node.run("ip route show")?);
-        let lease = etcd.get(&lease_key)?.context("no lease")?;
-        ensure!(
-            serde_json::from_str::<Value>(&lease.value)? == own_lease(node),
-            "{} became {}",
-            lease_before.value,
-            lease.value
-        );
+        store.check(node)?;
         Ok(true)
     })?;
     check_rules(node, &rules_before)?;
@@ -223,7 +280,7 @@ fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
     // A while under ours: a peer joins, a pod comes.
     let late = KernelPeer::new(lab.node("cedar")?, PeerSpec::v4(201))?;
     let (key, lease) = late.lease();
-    etcd.put_lease(&key, &lease)?;
+    store.put_lease(&key, &lease)?;
     late.learn(OWN_KEY, &own_lease(node))?;
     let far = late.node().pod(&late.env()?)?;
     let runtime = Runtime::new(node, "0.3.1");
@@ -241,8 +298,7 @@ fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
     ensure!(view == wanted, "{view:#?}, not {wanted:#?}");
     ensure!(fs::read_to_string(node.path("/run/flannel/subnet.env"))? == ENV);
     check_rules(node, &rules_before)?;
-    let lease = etcd.get(&lease_key)?.context("the lease went with the agent")?;
-    ensure!(serde_json::from_str::<Value>(&lease.value)? == own_lease(node), "{}", lease.value);
+    store.check(node).context("once the agent had stopped")?;
 
     // flanneld starts: it finds the device in its way and compares, then writes everything again.
     let refused = node.run("ip link add flannel.1 type vxlan id 1 dev eth0 dstport 8472");
@@ -275,7 +331,9 @@ fn to_ours_and_back_without_a_lost_packet() -> Result<()> {
 
 #[test]
 fn a_pod_that_flannels_plugin_made_ends_with_ours() -> Result<()> {
-    let Scene { node, pod, pod_address, .. } = &left_by_flanneld()?;
+    let lab = Lab::new()?;
+    let etcd = Etcd::new(&lab)?;
+    let Scene { node, pod, pod_address, .. } = &left_by_flanneld(lab, etcd)?;
     let runtime = Runtime::new(node, "0.3.1");
     ensure!(runtime.addresses_given()? == [pod_address.to_string()]);
     let container = flannel_lab::cni::Container { id: "old-pod".into(), ns: pod.clone() };

@@ -28,11 +28,11 @@ use self::{
     identity::StateFile,
     peers::{Compiler, Tunnel},
 };
-use super::{ApplyReport, Backend, BackendError, on_link::OnLink};
+use super::{ApplyReport, Backend, BackendError, Reconfigured, on_link::OnLink};
 use crate::{
     device_claim::DeviceClaim,
     external_interface::ExternalInterface,
-    lease::{Lease, LeaseAttributes, Subnets},
+    lease::{Lease, LeaseAttributes, RawJson, Subnets},
     mac::MacAddr,
     netlink::{
         link,
@@ -638,6 +638,17 @@ impl Backend for VxlanBackend {
         changed: &BTreeSet<Subnets>,
     ) -> ApplyReport {
         self.report(own, peers, Some(changed))
+    }
+
+    fn reconfigure(&mut self, backend: &RawJson) -> Result<Reconfigured, BackendError> {
+        let options = self.options.with_changes(&VxlanOptions::parse(backend)?);
+        let differs = options != self.options;
+        if differs {
+            // Answers that nobody may heed any more, or that nobody asked for before.
+            self.on_link.clear();
+            self.options = options;
+        }
+        Ok(Reconfigured { options: options::CHANGEABLE, differs })
     }
 
     async fn changed(&mut self) {

@@ -117,7 +117,7 @@ fn text(status: &Status, now: SystemTime) -> String {
     }
     line("peers", &format!("{} of {} in place", status.peers_applied, status.peers_wanted));
     if let Some(change) = &status.config_change {
-        line("restart", change);
+        line("config", change);
     }
     for problem in &status.problems {
         line("problem", problem);

@@ -4,6 +4,7 @@
 mod annotations;
 mod api;
 mod config_file;
+mod credentials;
 mod failure;
 mod node;
 mod node_table;
@@ -21,9 +22,7 @@ use tokio::sync::{Notify, mpsc};
 
 pub use self::own_node::NodeIdentity;
 use self::{
-    annotations::AnnotationNames,
-    api::{Api, Credentials},
-    config_file::ConfigFile,
+    annotations::AnnotationNames, api::Api, config_file::ConfigFile, credentials::Credentials,
     own_node::OwnNode,
 };
 use super::{

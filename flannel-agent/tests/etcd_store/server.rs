@@ -295,7 +295,7 @@ impl Listener {
                 }
                 StoreEvent::Renewed { .. } => self.renewed += 1,
                 StoreEvent::Connection(connection) => self.connections.push(connection),
-                StoreEvent::ConfigChanged(change) => panic!("etcd does not watch it: {change:?}"),
+                StoreEvent::Config(read) => panic!("etcd does not watch it: {read:?}"),
                 StoreEvent::Lost(lost) => return Some(lost),
             }
         }

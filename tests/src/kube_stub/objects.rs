@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 /// Events kept for watches to resume from.
@@ -40,11 +40,19 @@ pub struct Patch {
 /// A list from which pages are given out.
 pub(super) type Snapshot = Arc<Vec<Arc<str>>>;
 
+/// A node as it is told by itself: with its kind, which lists leave out.
+pub(super) fn whole(node: &str) -> String {
+    let rest = node.strip_prefix('{').unwrap_or(node);
+    format!("{{\"kind\":\"Node\",\"apiVersion\":\"v1\",{rest}")
+}
+
 /// All objects.
 #[derive(Debug, Default)]
 pub(super) struct Objects {
     pub version: u64,
+    /// Without their kind.
     nodes: BTreeMap<String, Arc<str>>,
+    /// By `NAMESPACE/NAME`.
     pub pods: BTreeMap<String, Value>,
     events: VecDeque<Event>,
     next_event: u64,
@@ -79,6 +87,9 @@ impl Objects {
     /// Creates or replaces a node. Nothing happens if it is as it was.
     pub fn put(&mut self, mut node: Value) -> Result<()> {
         let name = node["metadata"]["name"].as_str().context("a node without a name")?.to_owned();
+        if let Some(fields) = node.as_object_mut() {
+            fields.retain(|name, _| name != "kind" && name != "apiVersion");
+        }
         let kind = if let Some(before) = self.nodes.get(&name) {
             let mut before: Value = serde_json::from_str(before)?;
             for object in [&mut before, &mut node] {
@@ -148,6 +159,11 @@ impl Objects {
         Some(newer.map_or(self.next_event, |event| event.number - 1))
     }
 
+    /// The running number of the last event.
+    pub fn last_event(&self) -> u64 {
+        self.next_event
+    }
+
     /// The next event behind a running number.
     pub fn event_after(&self, number: u64) -> Option<Event> {
         let first = self.events.front()?.number;
@@ -181,7 +197,9 @@ impl Objects {
     pub fn patch(&mut self, patch: Patch) -> Result<Arc<str>> {
         let before = self.node_value(&patch.node)?;
         let mut after = before.clone();
-        merge(&mut after, &serde_json::from_str(&patch.body)?, "");
+        let asked: Value = serde_json::from_str(&patch.body)?;
+        check(&asked, &before)?;
+        merge(&mut after, &asked, "");
         // Each endpoint writes its half, and both write metadata.
         let other = if patch.status { "spec" } else { "status" };
         after[other] = before[other].clone();
@@ -190,6 +208,41 @@ impl Objects {
         self.put(after)?;
         self.node(&name).context("the node has gone")
     }
+}
+
+/// What the types and the validation of a node would refuse.
+fn check(patch: &Value, before: &Value) -> Result<()> {
+    let fields = patch.as_object().context("a patch is an object")?;
+    for (field, wanted) in [("kind", "Node"), ("apiVersion", "v1")] {
+        ensure!(fields.get(field).is_none_or(|value| value == wanted), "{field} is not {wanted}");
+    }
+    let metadata = &patch["metadata"];
+    for field in ["name", "uid", "resourceVersion"] {
+        let value = &metadata[field];
+        ensure!(value.is_null() || *value == before["metadata"][field], "{field} does not fit");
+    }
+    for map in ["annotations", "labels"] {
+        for (name, value) in metadata[map].as_object().into_iter().flatten() {
+            ensure!(value.is_string() || value.is_null(), "{map}: {name} is no string");
+            let (prefix, bare) = name.rsplit_once('/').unwrap_or(("a", name));
+            let good = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+            ensure!(!bare.is_empty() && bare.len() <= 63 && bare.chars().all(good), "{name}");
+            ensure!(!prefix.is_empty() && prefix.len() <= 253, "{name}");
+        }
+    }
+    for condition in patch["status"]["conditions"].as_array().into_iter().flatten() {
+        ensure!(condition["type"].is_string(), "a condition without its merge key type");
+        let status = condition["status"].as_str().unwrap_or_default();
+        ensure!(matches!(status, "True" | "False" | "Unknown"), "status {status}");
+        for field in ["lastHeartbeatTime", "lastTransitionTime"] {
+            let Some(time) = condition[field].as_str() else { continue };
+            // RFC 3339 in UTC and whole seconds: the one form in which the API gives it back.
+            let form: String =
+                time.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+            ensure!(form == "0000-00-00T00:00:00Z", "{field} {time} is no time");
+        }
+    }
+    Ok(())
 }
 
 /// Merges as Kubernetes does: objects by their members, `null` removes, lists of conditions and
@@ -260,6 +313,17 @@ mod tests {
         let version = objects.version;
         objects.patch(patch(&json!({"metadata": {"annotations": {"b": "2"}}}), true))?;
         assert_eq!(objects.version, version, "a patch that changes nothing made a version");
+        for bad in [
+            json!({"metadata": {"annotations": {"a": 1}}}),
+            json!({"metadata": {"annotations": {"a/": "x"}}}),
+            json!({"metadata": {"resourceVersion": "1"}}),
+            json!({"kind": "Pod"}),
+            json!({"status": {"conditions": [{"status": "False"}]}}),
+            json!({"status": {"conditions": [{"type": "X", "status": false}]}}),
+        ] {
+            assert!(objects.patch(patch(&bad, true)).is_err(), "{bad}");
+        }
+        assert_eq!(objects.version, version, "a refused patch made a version");
         Ok(())
     }
 

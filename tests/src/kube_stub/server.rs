@@ -1,8 +1,7 @@
-//! The server itself: TLS, HTTP/1.1, one thread per connection, and the faults.
+//! The server itself: TLS, one thread per connection, what it answers, and the faults.
 
 use std::{
-    collections::BTreeSet,
-    io::{self, BufRead, BufReader, Read, Write},
+    io::{self, BufReader, Write},
     net::{Shutdown, TcpListener, TcpStream},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
@@ -12,7 +11,14 @@ use std::{
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use serde_json::{Value, json};
 
-use super::objects::{Objects, Patch};
+use super::{
+    access::{Access, Asked},
+    http::{Request, Stream, begin_chunks, chunk, end_chunks, respond},
+    objects::{Objects, Patch, Snapshot, whole},
+    status::Refusal,
+};
+
+const PATCH_TYPE: &str = "application/strategic-merge-patch+json";
 
 /// How the server misbehaves.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,13 +38,13 @@ pub enum Fault {
 pub(super) struct State {
     pub objects: Objects,
     pub fault: Option<Fault>,
-    pub tokens: BTreeSet<String>,
-    /// Verbs and resources that nobody may use.
-    pub denied: BTreeSet<(String, String)>,
+    pub access: Access,
     /// Requests in their order, as `GET /path?query`.
     pub requests: Vec<String>,
     /// Grows when all watches are to be dropped.
     pub generation: u64,
+    /// Grows when all watches are to end in peace.
+    pub rounds: u64,
     pub bookmarks: Duration,
     pub stopping: bool,
     pub watches: usize,
@@ -50,17 +56,6 @@ pub(super) struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     sockets: Mutex<Vec<TcpStream>>,
-}
-
-type Stream = StreamOwned<ServerConnection, TcpStream>;
-
-struct Request {
-    method: String,
-    path: String,
-    query: Vec<(String, String)>,
-    token: String,
-    content_type: String,
-    body: String,
 }
 
 impl Shared {
@@ -108,7 +103,7 @@ impl Shared {
         }
         let tls = ServerConnection::new(tls).map_err(io::Error::other)?;
         let mut stream = BufReader::new(StreamOwned::new(tls, socket));
-        while let Some(request) = read_request(&mut stream)? {
+        while let Some(request) = Request::read(&mut stream)? {
             if !self.answer(&request, stream.get_mut())? {
                 break;
             }
@@ -121,14 +116,13 @@ impl Shared {
     fn answer(&self, request: &Request, out: &mut Stream) -> io::Result<bool> {
         let fault = {
             let mut state = self.lock();
-            let query: Vec<_> = request.query.iter().map(|(k, v)| format!("{k}={v}")).collect();
-            let line = format!("{} {}?{}", request.method, request.path, query.join("&"));
-            state.requests.push(line.trim_end_matches('?').to_owned());
+            state.requests.push(request.line());
             state.fault.clone()
         };
         match fault {
             Some(Fault::Status(code)) => {
-                respond(out, code, &status(code, "InternalError", "the stub was told to fail"))?;
+                let error = Refusal::new(code, "InternalError", "the stub was told to fail");
+                respond(out, code, &error.document)?;
                 return Ok(true);
             }
             Some(Fault::Hang) => {
@@ -140,98 +134,130 @@ impl Shared {
             }
             _ => {}
         }
-        let parts: Vec<&str> = request.path.trim_matches('/').split('/').collect();
-        let watch = request.parameter("watch").is_some_and(|w| w == "true" || w == "1");
-        let (verb, resource, name) = match (request.method.as_str(), parts.as_slice()) {
-            ("GET", ["api", "v1", "nodes"]) if watch => ("watch", "nodes", ""),
-            ("GET", ["api", "v1", "nodes"]) => ("list", "nodes", ""),
-            ("GET", ["api", "v1", "nodes", name]) => ("get", "nodes", *name),
-            ("PATCH", ["api", "v1", "nodes", name]) => ("patch", "nodes", *name),
-            ("PATCH", ["api", "v1", "nodes", name, "status"]) => ("patch", "nodes/status", *name),
-            ("GET", ["api", "v1", "namespaces", _, "pods", name]) => ("get", "pods", *name),
-            _ => {
-                respond(out, 404, &status(404, "NotFound", "the stub has no such resource"))?;
-                return Ok(true);
-            }
-        };
-        if let Some((code, document)) = self.refusal(request, verb, resource, name) {
-            respond(out, code, &document)?;
-            return Ok(true);
-        }
-        match verb {
-            "watch" => return self.watch(request, out).map(|()| false),
-            "list" => self.list(request, fault.as_ref(), out)?,
-            "patch" => self.patch(request, name, resource, out)?,
-            _ => {
-                let state = self.lock();
-                let found = match resource {
-                    "pods" => state.objects.pods.get(name).map(|pod| pod.to_string().into()),
-                    _ => state.objects.node(name),
-                };
-                drop(state);
-                match found {
-                    Some(text) => respond(out, 200, &text)?,
-                    None => respond(out, 404, &not_found(resource, name))?,
-                }
-            }
+        let certified = out.conn.peer_certificates().is_some_and(|chain| !chain.is_empty());
+        let answer = self.admit(request, certified).and_then(|asked| match asked.verb {
+            "watch" => Ok(Answer::Watch(self.start_of_watch(request))),
+            "list" => self.list(request, fault.as_ref()).map(Answer::Whole),
+            "patch" => self.patch(request, asked).map(Answer::Whole),
+            _ => self.get(asked).map(Answer::Whole),
+        });
+        match answer {
+            Ok(Answer::Whole(text)) => respond(out, 200, &text)?,
+            Ok(Answer::Watch(start)) => return self.watch(request, &start, out).map(|()| false),
+            Err(refusal) => respond(out, refusal.code, &refusal.document)?,
         }
         Ok(true)
     }
 
-    /// Authentication and authorisation.
-    fn refusal(
-        &self,
-        request: &Request,
-        verb: &str,
-        resource: &str,
-        name: &str,
-    ) -> Option<(u16, String)> {
-        let state = self.lock();
-        if !state.tokens.contains(&request.token) {
-            return Some((401, status(401, "Unauthorized", "Unauthorized")));
+    /// What a request asks for, if it is a good one of somebody who may.
+    fn admit<'r>(&self, request: &'r Request, certified: bool) -> Result<Asked<'r>, Refusal> {
+        let parts: Vec<&str> = request.path.trim_matches('/').split('/').collect();
+        let asked = |verb, resource, namespace, name| Asked { verb, resource, namespace, name };
+        let asked = match (request.method.as_str(), parts.as_slice()) {
+            ("GET", ["api", "v1", "nodes"]) => {
+                let verb = if request.asks_for("watch") { "watch" } else { "list" };
+                asked(verb, "nodes", "", "")
+            }
+            ("GET", ["api", "v1", "nodes", name]) => asked("get", "nodes", "", *name),
+            ("PATCH", ["api", "v1", "nodes", name]) => asked("patch", "nodes", "", *name),
+            ("PATCH", ["api", "v1", "nodes", name, "status"]) => {
+                asked("patch", "nodes/status", "", *name)
+            }
+            ("GET", ["api", "v1", "namespaces", namespace, "pods", name]) => {
+                asked("get", "pods", *namespace, *name)
+            }
+            _ => {
+                let text = "the server could not find the requested resource";
+                return Err(Refusal::new(404, "NotFound", text));
+            }
+        };
+        if request.header("host").is_none() {
+            return Err(Refusal::bad_request("missing required Host header"));
         }
-        let asked = (verb.to_owned(), resource.to_owned());
-        state.denied.contains(&asked).then(|| {
-            let text = format!(
-                "{resource} \"{name}\" is forbidden: User \
-                 \"system:serviceaccount:kube-flannel:flannel\" cannot {verb} resource \
-                 \"{resource}\" in API group \"\" at the cluster scope"
-            );
-            (403, status(403, "Forbidden", &text))
-        })
+        if let Some(refusal) = self.lock().access.refusal(request, certified, asked) {
+            return Err(refusal);
+        }
+        let accepted = request.header("accept").unwrap_or("*/*");
+        let json = |range: &str| {
+            let range = range.split(';').next().unwrap_or_default().trim();
+            matches!(range, "application/json" | "application/*" | "*/*")
+        };
+        if !accepted.split(',').any(json) {
+            let text = "only the following media types are accepted: application/json";
+            return Err(Refusal::new(406, "NotAcceptable", text));
+        }
+        if request.parameter("fieldSelector").is_some() && request.selected_name().is_none() {
+            return Err(Refusal::bad_request("field label not supported"));
+        }
+        for name in ["limit", "timeoutSeconds", "resourceVersion"] {
+            if request.parameter(name).is_some_and(|text| !text.is_empty())
+                && request.number(name).is_none()
+            {
+                return Err(Refusal::bad_request(&format!("invalid {name}")));
+            }
+        }
+        Ok(asked)
     }
 
-    fn list(&self, request: &Request, fault: Option<&Fault>, out: &mut Stream) -> io::Result<()> {
+    fn get(&self, asked: Asked<'_>) -> Result<String, Refusal> {
+        let Asked { resource, namespace, name, .. } = asked;
+        let state = self.lock();
+        match resource {
+            "pods" => state.objects.pods.get(&format!("{namespace}/{name}")).map(Value::to_string),
+            _ => state.objects.node(name).map(|node| whole(&node)),
+        }
+        .ok_or_else(|| Refusal::not_found(resource, name))
+    }
+
+    fn list(&self, request: &Request, fault: Option<&Fault>) -> Result<String, Refusal> {
         if let Some(Fault::SlowPages(pause)) = fault {
             thread::sleep(*pause);
         }
-        let limit = request.number("limit").and_then(|l| usize::try_from(l).ok()).unwrap_or(0);
+        let wanted_version = request.parameter("resourceVersion").unwrap_or_default();
+        let mut limit = request.number("limit").and_then(|l| usize::try_from(l).ok()).unwrap_or(0);
+        if wanted_version == "0" {
+            // Answered from memory, which has no pages.
+            limit = 0;
+        }
         let mut state = self.lock();
         let (version, start, items) = match request.parameter("continue") {
             None => {
+                if request.number("resourceVersion") > Some(state.objects.version) {
+                    let text = format!(
+                        "Too large resource version: {wanted_version}, current: {}",
+                        state.objects.version
+                    );
+                    return Err(Refusal::new(504, "Timeout", &text));
+                }
                 let (version, items) = state.objects.snapshot(limit > 0);
                 (version, 0, items)
+            }
+            Some(_) if !wanted_version.is_empty() => {
+                return Err(Refusal::bad_request(
+                    "specifying resource version is not allowed when using continue",
+                ));
             }
             Some(token) => {
                 if fault == Some(&Fault::ExpiredPages) {
                     state.objects.expire_pages();
                 }
-                let page = token.split_once('/').and_then(|(version, start)| {
-                    let version = version.parse().ok()?;
-                    let start: usize = start.parse().ok()?;
-                    Some((version, start, state.objects.snapshot_of(version)?))
+                let parsed = token.split_once('/').and_then(|(version, start)| {
+                    Some((version.parse::<u64>().ok()?, start.parse::<usize>().ok()?))
                 });
-                let Some(page) = page else {
-                    let text = "The provided continue parameter is too old";
-                    drop(state);
-                    return respond(out, 410, &status(410, "Expired", text));
+                let Some((version, start)) = parsed else {
+                    return Err(Refusal::bad_request("continue key is not valid"));
                 };
-                page
+                let Some(items) = state.objects.snapshot_of(version) else {
+                    let text = "The provided continue parameter is too old to display a \
+                                consistent list result. You can start a new list without the \
+                                continue parameter.";
+                    return Err(Refusal::new(410, "Expired", text));
+                };
+                (version, start, items)
             }
         };
         drop(state);
-        let wanted = request.selected_name();
-        let items: Vec<&str> = match wanted {
+        let items: Vec<&str> = match request.selected_name() {
             Some(name) => {
                 let selected = items.iter().filter(|text| name_of(text) == name);
                 selected.map(AsRef::as_ref).collect()
@@ -242,65 +268,78 @@ impl Shared {
         let mut metadata = json!({"resourceVersion": version.to_string()});
         if end < items.len() {
             metadata["continue"] = json!(format!("{version}/{end}"));
-            metadata["remainingItemCount"] = json!(items.len() - end);
+            if request.selected_name().is_none() {
+                metadata["remainingItemCount"] = json!(items.len() - end);
+            }
         }
+        // As in every list, what kind they are stands but once.
         let page = items.get(start..end).unwrap_or_default().join(",");
-        let text = format!(
+        Ok(format!(
             "{{\"kind\":\"NodeList\",\"apiVersion\":\"v1\",\"metadata\":{metadata},\"items\":[{page}]}}"
-        );
-        respond(out, 200, &text)
+        ))
     }
 
-    fn patch(
-        &self,
-        request: &Request,
-        name: &str,
-        resource: &str,
-        out: &mut Stream,
-    ) -> io::Result<()> {
-        if request.content_type != "application/strategic-merge-patch+json" {
-            let text = status(415, "UnsupportedMediaType", &request.content_type);
-            return respond(out, 415, &text);
+    fn patch(&self, request: &Request, asked: Asked<'_>) -> Result<String, Refusal> {
+        let content_type = request.header("content-type").unwrap_or_default();
+        if content_type != PATCH_TYPE {
+            let text = format!(
+                "the body of the request was in an unknown format - accepted media types include: \
+                 {PATCH_TYPE}"
+            );
+            return Err(Refusal::new(415, "UnsupportedMediaType", &text));
         }
         let patch = Patch {
-            node: name.to_owned(),
-            status: resource == "nodes/status",
-            content_type: request.content_type.clone(),
+            node: asked.name.to_owned(),
+            status: asked.resource == "nodes/status",
+            content_type: content_type.to_owned(),
             body: request.body.clone(),
         };
         let result = {
             let mut state = self.lock();
-            state.objects.node(name).map(|_| state.objects.patch(patch))
+            state.objects.node(asked.name).map(|_| state.objects.patch(patch))
         };
         self.notify();
         match result {
-            None => respond(out, 404, &not_found("nodes", name)),
-            Some(Ok(node)) => respond(out, 200, &node),
-            Some(Err(error)) => {
-                respond(out, 400, &status(400, "BadRequest", &format!("{error:#}")))
+            None => Err(Refusal::not_found("nodes", asked.name)),
+            Some(Ok(node)) => Ok(whole(&node)),
+            Some(Err(error)) => Err(Refusal::bad_request(&format!("{error:#}"))),
+        }
+    }
+
+    /// Where a watch begins.
+    fn start_of_watch(&self, request: &Request) -> Start {
+        let mut state = self.lock();
+        match request.number("resourceVersion").unwrap_or(0) {
+            // From no version in particular: first everything that is there.
+            0 => {
+                let (_, nodes) = state.objects.snapshot(false);
+                let end = state.objects.last_event();
+                Start { initial: nodes, number: Some(end), from: 0 }
+            }
+            from => {
+                let number = state.objects.resume(from);
+                Start { initial: Arc::default(), number, from }
             }
         }
     }
 
-    fn watch(&self, request: &Request, out: &mut Stream) -> io::Result<()> {
-        let from = request.number("resourceVersion").unwrap_or(0);
-        let bookmarks = request.parameter("allowWatchBookmarks") == Some("true");
+    fn watch(&self, request: &Request, start: &Start, out: &mut Stream) -> io::Result<()> {
+        let bookmarks = request.asks_for("allowWatchBookmarks");
         let end =
             Instant::now() + Duration::from_secs(request.number("timeoutSeconds").unwrap_or(1800));
         let wanted = request.selected_name();
-        out.write_all(
-            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n",
-        )?;
-        out.flush()?;
-        let mut state = self.lock();
-        let (generation, period) = (state.generation, state.bookmarks);
-        let Some(mut number) = state.objects.resume(from) else {
-            drop(state);
-            let text = format!("too old resource version: {from}");
-            let error = status(410, "Expired", &text);
+        begin_chunks(out)?;
+        let Some(mut number) = start.number else {
+            let text = format!("too old resource version: {}", start.from);
+            let error = Refusal::new(410, "Expired", &text).document;
             chunk(out, &format!("{{\"type\":\"ERROR\",\"object\":{error}}}\n"))?;
-            return out.write_all(b"0\r\n\r\n");
+            return end_chunks(out);
         };
+        for node in start.initial.iter().filter(|node| wanted.is_none_or(|w| w == name_of(node))) {
+            chunk(out, &format!("{{\"type\":\"ADDED\",\"object\":{}}}\n", whole(node)))?;
+        }
+        let mut state = self.lock();
+        let (generation, round, period) = (state.generation, state.rounds, state.bookmarks);
         state.watches += 1;
         drop(state);
         let result = (|| {
@@ -313,9 +352,9 @@ impl Shared {
                         return out.sock.shutdown(Shutdown::Both);
                     }
                     let now = Instant::now();
-                    if now >= end {
+                    if now >= end || state.rounds != round {
                         drop(state);
-                        return out.write_all(b"0\r\n\r\n");
+                        return end_chunks(out);
                     }
                     if state.fault != Some(Fault::Hang) {
                         if let Some(event) = state.objects.event_after(number) {
@@ -335,7 +374,7 @@ impl Shared {
                 if let Some(event) = event {
                     number = event.number;
                     if wanted.is_none_or(|name| name == event.name) {
-                        let (kind, object) = (event.kind, &event.object);
+                        let (kind, object) = (event.kind, whole(&event.object));
                         chunk(out, &format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n"))?;
                     }
                 } else {
@@ -349,105 +388,27 @@ impl Shared {
     }
 }
 
-impl Request {
-    fn parameter(&self, name: &str) -> Option<&str> {
-        self.query.iter().find_map(|(key, value)| (key == name).then_some(value.as_str()))
-    }
+/// A good answer.
+enum Answer {
+    /// A document.
+    Whole(String),
+    /// Events from there on.
+    Watch(Start),
+}
 
-    fn number(&self, name: &str) -> Option<u64> {
-        self.parameter(name)?.parse().ok()
-    }
-
-    /// The node that a field selector names.
-    fn selected_name(&self) -> Option<&str> {
-        self.parameter("fieldSelector")?.strip_prefix("metadata.name=")
-    }
+/// Where a watch begins.
+struct Start {
+    /// Nodes that are told as new.
+    initial: Snapshot,
+    /// The running number of the last event that is not told; `None` if the history is gone.
+    number: Option<u64>,
+    /// The version asked for.
+    from: u64,
 }
 
 fn name_of(node: &str) -> String {
     let node: Value = serde_json::from_str(node).unwrap_or_default();
     node["metadata"]["name"].as_str().unwrap_or_default().to_owned()
-}
-
-/// Reads a request; `None` when the client has closed the connection.
-fn read_request(stream: &mut BufReader<Stream>) -> io::Result<Option<Request>> {
-    let mut line = String::new();
-    if stream.read_line(&mut line)? == 0 {
-        return Ok(None);
-    }
-    let mut words = line.split_whitespace();
-    let method = words.next().unwrap_or_default().to_owned();
-    let target = words.next().unwrap_or_default();
-    let (path, query) = target.split_once('?').unwrap_or((target, ""));
-    let mut request = Request {
-        method,
-        path: path.to_owned(),
-        query: query
-            .split('&')
-            .filter_map(|pair| pair.split_once('='))
-            .map(|(key, value)| (key.to_owned(), unescape(value)))
-            .collect(),
-        token: String::new(),
-        content_type: String::new(),
-        body: String::new(),
-    };
-    let mut length = 0;
-    loop {
-        let mut line = String::new();
-        if stream.read_line(&mut line)? == 0 {
-            return Ok(None);
-        }
-        let line = line.trim_end();
-        let Some((name, value)) = line.split_once(':') else { break };
-        let value = value.trim();
-        match name.to_ascii_lowercase().as_str() {
-            "content-length" => length = value.parse().map_err(io::Error::other)?,
-            "content-type" => value.clone_into(&mut request.content_type),
-            "authorization" => {
-                let token = value.strip_prefix("Bearer ").unwrap_or_default();
-                token.clone_into(&mut request.token);
-            }
-            _ => {}
-        }
-    }
-    let mut body = vec![0; length];
-    stream.read_exact(&mut body)?;
-    request.body = String::from_utf8(body).map_err(io::Error::other)?;
-    Ok(Some(request))
-}
-
-fn unescape(text: &str) -> String {
-    let mut bytes = Vec::new();
-    let mut rest = text.as_bytes();
-    while let Some((first, more)) = rest.split_first() {
-        let code = more.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
-        match code.and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-            Some(byte) if *first == b'%' => {
-                bytes.push(byte);
-                rest = &more[2..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = more;
-            }
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
-fn respond(out: &mut Stream, code: u16, body: &str) -> io::Result<()> {
-    let head = format!(
-        "HTTP/1.1 {code} Stub\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n",
-        body.len()
-    );
-    out.write_all(head.as_bytes())?;
-    out.write_all(body.as_bytes())?;
-    out.flush()
-}
-
-fn chunk(out: &mut Stream, text: &str) -> io::Result<()> {
-    out.write_all(format!("{:x}\r\n{text}\r\n", text.len()).as_bytes())?;
-    out.flush()
 }
 
 /// Says that nothing happened up to a version.
@@ -456,16 +417,4 @@ fn bookmark(version: u64) -> String {
     let object =
         json!({"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": {}, "status": {}});
     format!("{{\"type\":\"BOOKMARK\",\"object\":{object}}}\n")
-}
-
-fn status(code: u16, reason: &str, message: &str) -> String {
-    json!({
-        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": message, "reason": reason, "code": code,
-    })
-    .to_string()
-}
-
-fn not_found(resource: &str, name: &str) -> String {
-    status(404, "NotFound", &format!("{resource} \"{name}\" not found"))
 }

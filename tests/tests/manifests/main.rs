@@ -2,9 +2,16 @@
 //! has to come out of it with every field, so that a misspelt one is found. The chart is rendered
 //! with its values as they are and with those that operators change.
 
+mod chart_values;
 mod template;
 
-use std::{collections::BTreeSet, fs, path::PathBuf, process::Command};
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::Write,
+    path::PathBuf,
+    process::{Command, Stdio},
+};
 
 use anyhow::{Context, Result, bail, ensure};
 use k8s_openapi::api::{
@@ -239,6 +246,52 @@ fn the_patch_takes_privileges_away() -> Result<()> {
     let added = capabilities.add.unwrap_or_default();
     ensure!(added == ["NET_ADMIN", "NET_RAW", "BPF", "PERFMON"], "{added:?}");
     Ok(())
+}
+
+/// kubectl reads every object, of the manifest and of the chart, and the `DaemonSet` into its type,
+/// as it swaps the images.
+#[test]
+fn kubectl_takes_every_object() -> Result<()> {
+    let manifest = read("kube-flannel.yml")?;
+    for (text, count) in [(manifest.clone(), 6), (chart(&[])?, 5)] {
+        let names = kubectl(&text, &["annotate", "checked=yes", "--output=name"])?;
+        ensure!(names.lines().count() == count, "{names}");
+        let set = objects(&text)?.into_iter().find(|object| object["kind"] == "DaemonSet");
+        let set = set.context("no DaemonSet")?.to_string();
+        let image = "registry.example/flannel-agent:9";
+        let words = ["set", "image", &format!("*={image}"), "--output=json"];
+        let swapped: DaemonSet = serde_json::from_str(&kubectl(&set, &words)?)?;
+        let swapped = Deployment { set: swapped, ..Deployment::read(&text)? };
+        for name in ["kube-flannel", "install-cni"] {
+            ensure!(swapped.container(name)?.image.as_deref() == Some(image), "{name}");
+        }
+    }
+    let refused = kubectl(
+        &objects(&manifest)?
+            .pop()
+            .context("no object")?
+            .to_string()
+            .replace("\"hostNetwork\":true", "\"hostNetwork\":17"),
+        &["set", "image", "*=x", "--output=name"],
+    );
+    ensure!(refused.is_err(), "kubectl reads anything");
+    Ok(())
+}
+
+/// A kubectl command on objects that no server is asked about.
+fn kubectl(text: &str, words: &[&str]) -> Result<String> {
+    let mut child = Command::new("kubectl")
+        .args(words)
+        .args(["--local", "--filename=-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot run kubectl")?;
+    child.stdin.take().context("no pipe")?.write_all(text.as_bytes())?;
+    let output = child.wait_with_output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
 }
 
 /// The chart with these values changed, `("flannel.vni", 7)`.

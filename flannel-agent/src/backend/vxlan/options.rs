@@ -15,6 +15,10 @@ const MAX_VNI: u64 = 0xff_ffff;
 /// Smallest MTU the underlay may be said to have: IPv4's minimum for hosts plus the overhead.
 const MIN_MTU: u64 = 576;
 
+/// The options that can be changed while packets flow: the kernel changes the device in place, or
+/// it is a matter of routes. The others would need another device, and every peer to have it.
+pub const CHANGEABLE: &[&str] = &["MTU", "Learning", "DirectRouting"];
+
 /// Options of `Backend` for type `vxlan`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VxlanOptions {
@@ -61,6 +65,13 @@ impl VxlanOptions {
             learning: bool("Learning")?,
             direct_routing: bool("DirectRouting")?,
         })
+    }
+
+    /// These options with the [`CHANGEABLE`] ones of others.
+    #[must_use]
+    pub fn with_changes(self, new: &Self) -> Self {
+        let Self { mtu, learning, direct_routing, .. } = *new;
+        Self { mtu, learning, direct_routing, ..self }
     }
 }
 

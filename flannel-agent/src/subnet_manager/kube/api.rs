@@ -1,9 +1,12 @@
-//! Calls of the Kubernetes API: credentials, connection, time limits.
+//! Calls of the Kubernetes API: connection and time limits.
 //!
-//! The `kube` crate reads the credentials and makes the client; requests and answers are our own,
+//! The `kube` crate makes the client; requests and answers are our own,
 //! because a typed list of nodes takes many times the memory of what we keep of it.
 
-use std::{cell::RefCell, path::PathBuf, time::Duration};
+use std::{
+    cell::RefCell,
+    time::{Duration, Instant},
+};
 
 use http::{Method, Request, Response, header};
 use http_body_util::BodyExt;
@@ -14,13 +17,15 @@ use hyper_util::{
 use kube::{
     Client, Config,
     client::{Body, ConfigExt},
-    config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
 };
 use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 use tower::ServiceBuilder;
 
-use super::failure::{Call, Cause, Failure};
+use super::{
+    credentials::Credentials,
+    failure::{Call, Cause, Failure},
+};
 
 /// How long a connection may take to come about, TLS not counted. Short, so that a server that
 /// comes back is noticed soon.
@@ -36,17 +41,11 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 /// A pooled connection is not trusted for longer.
 const POOL_IDLE: Duration = Duration::from_secs(30);
+/// Credentials are read anew at this age, before a token or certificate that was exchanged in time
+/// runs out.
+const CREDENTIALS_AGE: Duration = Duration::from_mins(1);
 /// No answer may be larger: far above any page of nodes.
 const LARGEST_ANSWER: usize = 256 << 20;
-
-/// Where credentials come from.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Credentials {
-    /// `--kube-api-url`.
-    pub api_url: String,
-    /// `--kubeconfig-file`.
-    pub kubeconfig: PathBuf,
-}
 
 /// The API server.
 pub(super) struct Api {
@@ -59,6 +58,8 @@ struct Connected {
     client: Client,
     /// Scheme, host and port, for messages.
     server: String,
+    /// When the credentials were read.
+    since: Instant,
 }
 
 impl Api {
@@ -132,7 +133,7 @@ impl Api {
             request.map_err(|error| Failure::server(format!("{call}: {error}")))?.into_parts();
         parts.headers.insert(header::ACCEPT, header::HeaderValue::from_static("application/json"));
         parts.headers.insert(header::USER_AGENT, header::HeaderValue::from_static(USER_AGENT));
-        let Connected { client, server } = self.connect().await?;
+        let Connected { client, server, .. } = self.connect().await?;
         let sent = client.send(Request::from_parts(parts, Body::from(body)));
         let failure = match timeout(ANSWER_TIMEOUT, sent).await {
             Ok(Ok(answer)) if answer.status().is_success() => return Ok(answer),
@@ -150,7 +151,8 @@ impl Api {
             Ok(Err(error)) => Failure::transport(&server, call, &error),
             Err(_) => Failure::silent(&server, call, ANSWER_TIMEOUT),
         };
-        if matches!(failure.cause, Cause::Server | Cause::Unauthorized) {
+        // A refusal may be about who we are: credentials that were corrected count at the next try.
+        if matches!(failure.cause, Cause::Server | Cause::Unauthorized | Cause::Forbidden) {
             self.disconnect();
         }
         Err(failure)
@@ -190,8 +192,9 @@ impl Api {
     }
 
     async fn connect(&self) -> Result<Connected, Failure> {
-        if let Some(connected) = self.connected.borrow().clone() {
-            return Ok(connected);
+        let known = self.connected.borrow().clone();
+        if let Some(known) = known.filter(|known| known.since.elapsed() < CREDENTIALS_AGE) {
+            return Ok(known);
         }
         let config = self.credentials.load().await.map_err(Failure::server)?;
         let server = config.cluster_url.authority().map_or_else(String::new, |authority| {
@@ -201,7 +204,7 @@ impl Api {
         });
         let client =
             client(&config).map_err(|error| Failure::transport(&server, CREDENTIALS, &error))?;
-        let connected = Connected { client, server };
+        let connected = Connected { client, server, since: Instant::now() };
         *self.connected.borrow_mut() = Some(connected.clone());
         Ok(connected)
     }
@@ -209,51 +212,6 @@ impl Api {
 
 const USER_AGENT: &str = concat!("flannel-agent/", env!("CARGO_PKG_VERSION"));
 const CREDENTIALS: Call<'_> = Call { verb: "use", resource: "the credentials", name: "" };
-
-impl Credentials {
-    /// Specification §5.1: flags first, then the pod's service account, then the user's files.
-    async fn load(&self) -> Result<Config, String> {
-        let url = |text: &str| {
-            text.parse().map_err(|error| format!("-kube-api-url is not a URL: {error}"))
-        };
-        if !self.kubeconfig.as_os_str().is_empty() {
-            let wrong = |error: KubeconfigError| {
-                format!("-kubeconfig-file {}: {}", self.kubeconfig.display(), explain(&error))
-            };
-            let file = Kubeconfig::read_from(&self.kubeconfig).map_err(wrong)?;
-            let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default())
-                .await
-                .map_err(wrong)?;
-            if !self.api_url.is_empty() {
-                config.cluster_url = url(&self.api_url)?;
-            }
-            return Ok(config);
-        }
-        if !self.api_url.is_empty() {
-            return Ok(Config::new(url(&self.api_url)?));
-        }
-        match Config::incluster() {
-            Ok(config) => Ok(config),
-            Err(in_cluster) => {
-                Config::from_kubeconfig(&KubeConfigOptions::default()).await.map_err(|own| {
-                    format!(
-                        "there are no credentials for the Kubernetes API: not in a pod \
-                         ({in_cluster}), and no kubeconfig ({}); give -kubeconfig-file",
-                        explain(&own)
-                    )
-                })
-            }
-        }
-    }
-}
-
-/// An error of a kubeconfig without a piece of the file, which may be a secret.
-fn explain(error: &KubeconfigError) -> String {
-    match error {
-        KubeconfigError::Parse(_) => "it is not a kubeconfig in YAML".to_owned(),
-        other => other.to_string(),
-    }
-}
 
 /// The client of the `kube` crate without its layer of traces and retries, on connections that
 /// notice a dead peer.

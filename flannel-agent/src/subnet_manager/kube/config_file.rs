@@ -1,7 +1,4 @@
 //! `net-conf.json`: read at the start, watched from then on.
-//!
-//! What the agent works with is the configuration it was started with. A change is told, so that
-//! nobody believes it to be in effect.
 
 use std::{
     collections::BTreeSet,
@@ -12,7 +9,6 @@ use std::{
 
 use futures_util::{FutureExt, StreamExt};
 use inotify::{EventStream, Inotify, WatchMask};
-use serde_json::{Map, Value};
 use tokio::{sync::mpsc, time::sleep};
 
 use super::KubeSubnetManager;
@@ -80,21 +76,15 @@ impl ConfigFile {
 }
 
 impl KubeSubnetManager {
-    /// Tells about changes of the file. Never returns unless nobody listens.
+    /// Tells what the file says, now and at every change. Never returns unless nobody listens.
     pub(super) async fn watch_config(&self, events: &mpsc::Sender<StoreEvent>) {
-        let Ok(in_use) = self.config_in_use() else { return std::future::pending().await };
         let mut told = None;
         loop {
             let watch = self.config_file.watch();
-            let news = match self.config_file.read() {
-                Ok(config) => difference(&in_use, &config),
-                Err(error) => {
-                    Some(format!("{error}; the configuration read at the start stays in use"))
-                }
-            };
-            if news != told {
-                told.clone_from(&news);
-                if events.send(StoreEvent::ConfigChanged(news)).await.is_err() {
+            let read = self.config_file.read().map_err(|error| error.to_string());
+            if told.as_ref() != Some(&read) {
+                told = Some(read.clone());
+                if events.send(StoreEvent::Config(read)).await.is_err() {
                     return;
                 }
             }
@@ -111,49 +101,4 @@ impl KubeSubnetManager {
             }
         }
     }
-}
-
-/// What of a new configuration is not in use, in words; `None` if nothing.
-fn difference(in_use: &NetworkConfig, new: &NetworkConfig) -> Option<String> {
-    if in_use == new {
-        return None;
-    }
-    let (old_keys, new_keys) = (settings(in_use), settings(new));
-    let names: BTreeSet<&String> = old_keys.keys().chain(new_keys.keys()).collect();
-    let mut changes: Vec<String> = names
-        .into_iter()
-        .filter(|name| old_keys.get(*name) != new_keys.get(*name))
-        .map(|name| {
-            let text = |value: Option<&Value>| value.map_or("unset".to_owned(), Value::to_string);
-            if ["psk", "accesskey"].iter().any(|word| name.to_lowercase().contains(word)) {
-                return format!("{name} changed");
-            }
-            format!("{name}: {} is now {}", text(old_keys.get(name)), text(new_keys.get(name)))
-        })
-        .collect();
-    if changes.is_empty() {
-        // Keys that mean nothing to us, or the same in another way of writing.
-        return None;
-    }
-    changes.sort();
-    Some(format!(
-        "net-conf.json has changed and the agent goes on with what it read at the start; restart it \
-         for: {}",
-        changes.join("; ")
-    ))
-}
-
-/// The settings that have a meaning, by their names.
-fn settings(config: &NetworkConfig) -> Map<String, Value> {
-    let mut settings = Map::new();
-    settings.insert("Network".into(), config.ipv4.map(|v4| v4.network.to_string()).into());
-    settings.insert("IPv6Network".into(), config.ipv6.map(|v6| v6.network.to_string()).into());
-    settings.insert("EnableNFTables".into(), config.enable_nftables.into());
-    settings.insert("Backend.Type".into(), config.backend_type.clone().into());
-    if let Ok(Value::Object(backend)) = serde_json::from_str(config.backend.as_str()) {
-        for (name, value) in backend.into_iter().filter(|(name, _)| name.to_lowercase() != "type") {
-            settings.insert(format!("Backend.{name}"), value);
-        }
-    }
-    settings
 }

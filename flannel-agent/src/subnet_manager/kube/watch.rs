@@ -273,11 +273,13 @@ impl Following<'_> {
     async fn watch(&mut self) -> Result<(), End> {
         let version = self.version.clone().unwrap_or_default();
         let timeout = fastrand::u32(300..600);
-        let path = format!(
-            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&resourceVersion={version}\
-             &timeoutSeconds={timeout}{}",
+        let mut path = format!(
+            "/api/v1/nodes?watch=true&allowWatchBookmarks=true&timeoutSeconds={timeout}{}\
+             &resourceVersion=",
             self.selector()
         );
+        // Only the server knows what a version looks like.
+        push_escaped(&mut path, &version);
         let answer = self.store.api.stream(WATCH, &path).await?;
         self.opened = Some(Instant::now());
         self.up().await?;
