@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod backend;
+pub mod background;
 pub mod cleanup;
 pub mod cli;
 pub mod cni;

@@ -32,6 +32,9 @@ pub const HEALTH_PORT: u16 = 8081;
 /// Where the agent writes its env file unless a flag says otherwise.
 pub const SUBNET_FILE: &str = "/run/flannel/subnet.env";
 
+/// What the status says of the data path while the eBPF programs are being loaded.
+pub const LOADING: &str = "loading the eBPF programs";
+
 /// A running agent. Killed when dropped.
 #[derive(Debug)]
 pub struct Agent {
@@ -118,8 +121,22 @@ impl Agent {
         self.process.pid()
     }
 
-    /// Waits until `/readyz` says so and the env file is there, and returns that.
+    /// Waits until `/readyz` says so and the env file is there, and returns that. The eBPF
+    /// programs, which come after that, are waited for as well.
     pub fn wait_ready(&mut self, within: Duration) -> Result<SubnetEnv> {
+        let env = self.wait_first_ready(within)?;
+        eventually("the eBPF programs are loaded or refused", within, || {
+            // Not every agent answers, nor has every one a data path of this kind.
+            let Ok(status) = self.status() else { return Ok(Some(())) };
+            let datapath = &status["backend"]["datapath"];
+            Ok((datapath["reason"] != LOADING).then_some(()))
+        })
+        .with_context(|| format!("its last words:\n{}", self.process.log_tail(30)))?;
+        Ok(env)
+    }
+
+    /// Waits until `/readyz` says so and the env file is there, whatever becomes of eBPF.
+    pub fn wait_first_ready(&mut self, within: Duration) -> Result<SubnetEnv> {
         eventually("the agent is ready", within, || {
             if let Some(status) = self.process.exited()? {
                 bail!("it has ended: {status}");

@@ -24,7 +24,7 @@ use tracing::{debug, info};
 pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
     device::{Device, Family, Step, Target},
-    fast_path::FastPath,
+    fast_path::{FastPath, News},
     identity::StateFile,
     peers::{Compiler, Tunnel},
 };
@@ -462,6 +462,9 @@ impl VxlanBackend {
             let name = format!("flannel.{}", self.options.vni);
             self.fast_path = FastPath::open(&self.fast_path_config, &name, &self.metrics);
         }
+        if report.changes > 0 {
+            self.fast_path.outdated();
+        }
         let ipsec = self.ipsec.any();
         let tables = self.mirror.tables();
         let wanted = fast_path::wanted(&fast_path::Sources {
@@ -657,8 +660,8 @@ impl Backend for VxlanBackend {
             tokio::select! {
                 () = self.mirror.readable() => {}
                 () = self.ipsec.changed() => return,
-                () = self.fast_path.flows_due() => {
-                    if self.fast_path.tend_flows() {
+                news = self.fast_path.news() => {
+                    if news == News::Loaded || self.fast_path.tend_flows() {
                         return;
                     }
                     continue;

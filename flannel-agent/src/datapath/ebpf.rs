@@ -10,6 +10,7 @@ mod flows;
 mod hook;
 mod index;
 mod link;
+mod loading;
 mod object;
 mod pin;
 mod promoter;
@@ -58,6 +59,7 @@ pub use self::{
     counters::read_pinned_peers,
     flow_list::read_pinned_flows,
     flows::FlowsWanted,
+    loading::{Loaded, Loading, Predecessor},
     teardown::Pins,
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
 };
@@ -202,13 +204,14 @@ pub struct EbpfDatapath {
 
 impl EbpfDatapath {
     /// Loads the programs and adopts the maps that an earlier agent left. Attaches nothing yet.
+    /// Takes long: see [`Loading`].
     pub fn load(options: EbpfOptions) -> Result<Self, EbpfError> {
-        object::check_built()?;
-        object::check_capabilities()?;
-        let pins = PinDirectory::open(&options.pin_dir, &options.device)?;
-        pins.discard_misfits()?;
-        let mut ebpf = object::load(&pins.maps(), options.log)?;
-        self_test::run(&mut ebpf)?;
+        Self::adopt(Loading::open(options)?.load()?)
+    }
+
+    /// Takes over what was loaded, and the maps that an earlier agent left. Attaches nothing yet.
+    pub fn adopt(loaded: Loaded) -> Result<Self, EbpfError> {
+        let Loaded { options, mut ebpf, pins } = loaded;
         let handles = pin::MAPS
             .iter()
             .filter_map(|shape| Some((shape.name, shape.open(&pins.maps())?)))
@@ -239,7 +242,7 @@ impl EbpfDatapath {
             handles,
             log,
         };
-        this.adopt().map_err(|error| EbpfError::map(&error))?;
+        this.adopt_peers().map_err(|error| EbpfError::map(&error))?;
         Ok(this)
     }
 
@@ -359,7 +362,7 @@ impl EbpfDatapath {
     }
 
     /// Takes over the peers in the map. Entries that contradict each other are dropped.
-    fn adopt(&mut self) -> Result<(), MapError> {
+    fn adopt_peers(&mut self) -> Result<(), MapError> {
         let found: Vec<_> = self.peers.iter().collect::<Result<_, _>>()?;
         for (outer, peer) in found {
             if self.indexes.claim(peer.index) {

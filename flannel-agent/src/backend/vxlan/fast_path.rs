@@ -15,11 +15,12 @@ use tracing::{error, info, warn};
 
 use super::{VxlanOptions, device::Family, peers::Tunnel};
 use crate::{
+    background::Background,
     cli::flags::{FastPath as FastPathMode, PeerFilter},
     datapath::{
         ebpf::{
-            AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, FlowsWanted, LeaseEntry,
-            PeerEntry, TunnelEnd, VtepName,
+            AttachMode, EbpfDatapath, EbpfError, EbpfOptions, FastPathWanted, Filter, FlowsWanted,
+            LeaseEntry, Loaded, Loading, PeerEntry, Predecessor, TunnelEnd, VtepName,
         },
         pods,
     },
@@ -53,15 +54,34 @@ pub struct FastPathConfig {
 pub enum FastPath {
     /// Not looked at yet: the kernel's path comes first.
     Pending,
+    /// Being loaded, beside the loop.
+    Loading(Box<Load>),
     /// Loaded.
     On(Box<EbpfDatapath>),
     /// The kernel's device carries everything; the text says why.
     Off(String),
 }
 
+/// The programs on their way into the kernel.
+pub struct Load {
+    work: Background<Result<Loaded, EbpfError>>,
+    predecessor: Predecessor,
+    demanded: bool,
+    metrics: Metrics,
+}
+
+/// Why to look at the programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum News {
+    /// They are loaded, or will not be.
+    Loaded,
+    /// Flows have to be seen to.
+    Flows,
+}
+
 impl FastPath {
-    /// Loads the programs. Never fails: what cannot be had is said once, and the kernel's path
-    /// goes on.
+    /// Begins to load the programs. Never fails: what cannot be had is said once, and the kernel's
+    /// path goes on.
     pub fn open(config: &FastPathConfig, device: &str, metrics: &Metrics) -> Self {
         metrics.datapath_ebpf.set(0);
         if !config.enabled {
@@ -73,23 +93,68 @@ impl FastPath {
             attach: AttachMode::Auto,
             log: config.log,
         };
-        match EbpfDatapath::load(options) {
-            Ok(datapath) => {
-                metrics.datapath_ebpf.set(1);
-                info!("eBPF programs loaded");
-                Self::On(Box::new(datapath))
+        let begun = Loading::open(options).and_then(|loading| {
+            let predecessor = loading.predecessor();
+            let work = Background::start("ebpf-load", move || loading.load());
+            let work = work.map_err(|error| EbpfError::Load(format!("no thread: {error}")))?;
+            Ok((work, predecessor))
+        });
+        match begun {
+            Ok((work, predecessor)) => Self::Loading(Box::new(Load {
+                work,
+                predecessor,
+                demanded: config.demanded,
+                metrics: metrics.clone(),
+            })),
+            Err(reason) => Self::refused(&reason, config.demanded),
+        }
+    }
+
+    fn refused(reason: &EbpfError, demanded: bool) -> Self {
+        let text =
+            format!("eBPF is not used: {reason}; the kernel's VXLAN device carries everything");
+        if demanded {
+            error!("--datapath ebpf: {text}");
+        } else {
+            warn!("{text}");
+        }
+        Self::Off(reason.to_string())
+    }
+
+    /// Tells that the kernel's path was changed. The programs of an agent before us, which know
+    /// nothing of it, stand aside until ours are there.
+    pub fn outdated(&mut self) {
+        if let Self::Loading(load) = self {
+            load.predecessor.retire();
+        }
+    }
+
+    /// Resolves when there is news. Cancel-safe.
+    pub async fn news(&mut self) -> News {
+        match self {
+            Self::Loading(load) => {
+                let outcome = load.work.finished().await;
+                let outcome = outcome.unwrap_or_else(|| {
+                    Err(EbpfError::Load("the thread that loads them failed".to_owned()))
+                });
+                *self = match outcome.and_then(EbpfDatapath::adopt) {
+                    Ok(datapath) => {
+                        load.metrics.datapath_ebpf.set(1);
+                        info!("eBPF programs loaded");
+                        Self::On(Box::new(datapath))
+                    }
+                    Err(reason) => {
+                        load.predecessor.retire();
+                        Self::refused(&reason, load.demanded)
+                    }
+                };
+                News::Loaded
             }
-            Err(reason) => {
-                let text = format!(
-                    "eBPF is not used: {reason}; the kernel's VXLAN device carries everything"
-                );
-                if config.demanded {
-                    error!("--datapath ebpf: {text}");
-                } else {
-                    warn!("{text}");
-                }
-                Self::Off(reason.to_string())
+            Self::On(datapath) => {
+                datapath.flows_due().await;
+                News::Flows
             }
+            Self::Pending | Self::Off(_) => std::future::pending().await,
         }
     }
 
@@ -100,15 +165,7 @@ impl FastPath {
     pub fn apply(&mut self, wanted: &FastPathWanted) -> Result<usize, String> {
         match self {
             Self::On(datapath) => datapath.apply(wanted).map_err(|err| err.to_string()),
-            Self::Pending | Self::Off(_) => Ok(0),
-        }
-    }
-
-    /// Resolves when flows have to be seen to. Cancel-safe.
-    pub async fn flows_due(&self) {
-        match self {
-            Self::On(datapath) => datapath.flows_due().await,
-            Self::Pending | Self::Off(_) => std::future::pending().await,
+            Self::Pending | Self::Loading(_) | Self::Off(_) => Ok(0),
         }
     }
 
@@ -117,7 +174,7 @@ impl FastPath {
     pub fn tend_flows(&mut self) -> bool {
         match self {
             Self::On(datapath) => datapath.tend_flows(),
-            Self::Pending | Self::Off(_) => false,
+            Self::Pending | Self::Loading(_) | Self::Off(_) => false,
         }
     }
 
@@ -132,6 +189,9 @@ impl FastPath {
                 "programs": datapath.status(),
             }),
             Self::Pending => json!({"mode": "kernel", "reason": "still starting"}),
+            Self::Loading(_) => {
+                json!({"mode": "kernel", "reason": "loading the eBPF programs"})
+            }
             Self::Off(reason) => json!({"mode": "kernel", "reason": reason}),
         }
     }
