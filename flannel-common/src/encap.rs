@@ -4,8 +4,8 @@ use crate::{
     ecn,
     map::{Config, Tunnel},
     wire::{
-        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ICMP, ICMPV6, IPV4_LEN, IPV6_LEN, TCP, UDP,
-        UDP_LEN, VXLAN_LEN, Words, fold, is_fragment, v4_words, v6_words, words_in,
+        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, ICMP, ICMPV6, IPV4_LEN, IPV6_LEN,
+        TCP, UDP, UDP_LEN, VXLAN_LEN, Words, fold, is_fragment, v4_words, v6_words, words_in,
     },
 };
 
@@ -21,8 +21,6 @@ const MAX_IP_LEN: u32 = 0xffff;
 pub type HeadV4 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V4) }>;
 /// All headers over IPv6, the outer Ethernet header included.
 pub type HeadV6 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V6) }>;
-/// The first bytes of an inner IPv6 packet with its Ethernet header: up to the checksum of TCP.
-pub type InnerHeadV6 = Words<{ words_in(ETHERNET_LEN + IPV6_LEN + 18) }>;
 
 /// An Ethernet header: destination, source, type.
 pub type Ethernet = [u16; words_in(ETHERNET_LEN)];
@@ -132,7 +130,7 @@ fn put_udp<const N: usize>(head: &mut Words<N>, udp: usize, outer: &Outer<'_>, u
 /// the packet is not of that kind, so that its bytes would have to be summed. `hops` are taken
 /// from the hop limit.
 #[inline(always)]
-pub fn inner_sum(inner: &InnerHeadV6, hops: u8) -> Option<u32> {
+pub fn inner_sum<H: Header + ?Sized>(inner: &H, hops: u8) -> Option<u32> {
     let ip = ETHERNET_LEN;
     let next = inner.byte(ip + 6);
     let checksum = match next {
@@ -155,7 +153,7 @@ pub fn inner_sum(inner: &InnerHeadV6, hops: u8) -> Option<u32> {
 /// (which the receiver checks). `words` begin with the outer Ethernet header. `false` too if the
 /// inner packet has no such checksum.
 #[inline(always)]
-pub fn outer_checksum_fits_v6<const N: usize>(words: &Words<N>) -> bool {
+pub fn outer_checksum_fits_v6<H: Header + ?Sized>(words: &H) -> bool {
     let inner_ip = ETHERNET_LEN + OVERHEAD_V6;
     if !matches!(words.byte(inner_ip + 6), TCP | UDP | ICMPV6) {
         return false;
@@ -168,7 +166,7 @@ pub fn outer_checksum_fits_v6<const N: usize>(words: &Words<N>) -> bool {
 
 /// The same over IPv4.
 #[inline(always)]
-pub fn outer_checksum_fits_v4<const N: usize>(words: &Words<N>) -> bool {
+pub fn outer_checksum_fits_v4<H: Header + ?Sized>(words: &H) -> bool {
     let (ip, inner_ip) = (ETHERNET_LEN, ETHERNET_LEN + OVERHEAD_V4);
     let udp = ip + IPV4_LEN;
     if words.byte(inner_ip) != 0x45 || is_fragment(words.be16(inner_ip + 6)) {
@@ -191,7 +189,7 @@ pub fn outer_checksum_fits_v4<const N: usize>(words: &Words<N>) -> bool {
 
 /// The pseudo header of what follows the IPv6 header at an offset.
 #[inline(always)]
-fn pseudo_sum<const N: usize>(words: &Words<N>, ip: usize) -> u32 {
+fn pseudo_sum<H: Header + ?Sized>(words: &H, ip: usize) -> u32 {
     let next = raw(u16::from(words.byte(ip + 6)));
     words.sum(ip + 8, 32) + u32::from(words.raw16(ip + 4)) + next
 }

@@ -19,14 +19,13 @@ use aya_ebpf::{
 };
 use flannel_common::{
     encap::{
-        self, Ethernet, HeadV4, HeadV6, InnerHeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len,
-        source_port,
+        self, Ethernet, HeadV4, HeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len, source_port,
     },
     map::{Config, Tunnel, Vtep, VtepKey},
     outcome::Outcome,
     outer::Packet,
     wire::{
-        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6_LEN, TCP, UDP, Words, mac_bytes,
+        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV6_LEN, TCP, UDP, mac_bytes,
         mac_words, v6_quarters,
     },
 };
@@ -66,21 +65,19 @@ pub struct Inner {
 #[inline(always)]
 pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
     let ip = ETHERNET_LEN as u32;
-    let mut words = Words::<12>::ZERO;
-    if !skb.load::<24, 12>(&mut words) {
-        return Err(Outcome::NotIp);
-    }
+    let head = skb.head::<{ ETHERNET_LEN + 10 }>().ok_or(Outcome::NotIp)?;
     let (ds_field, header_len, protocol) = match skb.ethertype() {
         ETHERTYPE_IPV4 => {
-            let header_len = u32::from(words.byte(ETHERNET_LEN) & 0x0f) * 4;
-            (words.byte(ETHERNET_LEN + 1), header_len, words.byte(ETHERNET_LEN + 9))
+            let header_len = u32::from(head.byte(ETHERNET_LEN) & 0x0f) * 4;
+            (head.byte(ETHERNET_LEN + 1), header_len, head.byte(ETHERNET_LEN + 9))
         }
         ETHERTYPE_IPV6 => {
-            let [_, ds_field] = (words.be16(ETHERNET_LEN) >> 4).to_be_bytes();
-            (ds_field, IPV6_LEN as u32, words.byte(ETHERNET_LEN + 6))
+            let [_, ds_field] = (head.be16(ETHERNET_LEN) >> 4).to_be_bytes();
+            (ds_field, IPV6_LEN as u32, head.byte(ETHERNET_LEN + 6))
         }
         _ => return Err(Outcome::NotIp),
     };
+    let frame = head.words(0);
     let gso_size = skb.gso_size();
     let wire_len = if gso_size == 0 {
         skb.len().saturating_sub(ip)
@@ -96,7 +93,7 @@ pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
         };
         header_len + transport + gso_size
     };
-    Ok(Inner { frame: words.words(0), ds_field, hops: 0, wire_len })
+    Ok(Inner { frame, ds_field, hops: 0, wire_len })
 }
 
 /// Finds the peer's end. Now and then the kernel's device has to send a packet itself.
@@ -175,12 +172,8 @@ pub fn prepare_v6(
 /// sake.
 #[inline(never)]
 fn inner_sum(raw: *mut __sk_buff, hops: u8) -> i64 {
-    let mut words = InnerHeadV6::ZERO;
-    let skb = Skb::from(raw);
-    // Up to the checksum of TCP, or at least of UDP.
-    let read = skb.load::<72, 36>(&mut words) || skb.load::<62, 36>(&mut words);
-    let sum = if read { encap::inner_sum(&words, hops) } else { None };
-    sum.map_or(-1, i64::from)
+    let head = Skb::from(raw).head::<{ ETHERNET_LEN + IPV6_LEN }>();
+    head.and_then(|head| encap::inner_sum(&head, hops)).map_or(-1, i64::from)
 }
 
 /// Makes room for the headers over IPv4 and puts them there. On an error nothing was changed, but
