@@ -4,21 +4,13 @@
 use crate::{
     ecn::{self, Decapsulate},
     encap::{OVERHEAD_V4, OVERHEAD_V6, outer_checksum_fits_v4, outer_checksum_fits_v6},
-    map::{Config, Lease, Mac, NO_SUBNET, OuterAddress, Peer, Tunnel, switch},
+    map::{Config, Lease, Mac, OuterAddress, Peer, Tunnel, switch},
     outcome::Outcome,
     wire::{
-        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4_LEN, IPV6_LEN, TCP, UDP, UDP_LEN,
-        VXLAN_LEN, Words, fold, is_fragment, mac_bytes, v4_bytes, v6_bytes, words_in,
+        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV4_LEN, IPV6_LEN, TCP, UDP,
+        UDP_LEN, VXLAN_LEN, fold, is_fragment, mac_bytes, v4_bytes, v6_bytes,
     },
 };
-
-/// How many bytes behind the inner IP header are looked at: up to the flags of TCP.
-const TRANSPORT_LEN: usize = 14;
-
-/// The first bytes of a tunnel packet over IPv4.
-pub type ArrivedV4 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V4 + IPV4_LEN + TRANSPORT_LEN) }>;
-/// The first bytes of a tunnel packet over IPv6.
-pub type ArrivedV6 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V6 + IPV6_LEN + TRANSPORT_LEN) }>;
 
 /// The shortest plain packet over IPv4: a bare IP header inside.
 pub const MIN_LEN_V4: usize = ETHERNET_LEN + OVERHEAD_V4 + IPV4_LEN;
@@ -154,11 +146,11 @@ pub struct Plain {
     pub mergeable: bool,
 }
 
-/// Reads a packet over IPv4 whose `len` bytes begin with these words. `None` if anything about
+/// Reads a packet over IPv4 of `len` bytes, of which at least [`MIN_LEN_V4`] are there. `None` if anything about
 /// the outer headers is unusual; nothing is known of it then, not even whether it is ours. The
 /// checksum is yet to be looked at: [`checksum_fits_v4`].
 #[inline(always)]
-pub fn plain_v4(words: &ArrivedV4, len: u32, config: &Config) -> Option<Plain> {
+pub fn plain_v4<H: Header + ?Sized>(words: &H, len: u32, config: &Config) -> Option<Plain> {
     let ip = ETHERNET_LEN;
     let udp = ip + IPV4_LEN;
     let total_len = u32::from(words.be16(ip + 2));
@@ -185,7 +177,7 @@ pub fn plain_v4(words: &ArrivedV4, len: u32, config: &Config) -> Option<Plain> {
     let tcp = words.byte(INNER_V4 + 9) == TCP && !is_fragment(words.be16(INNER_V4 + 6));
     let inner_len = words.be16(INNER_V4 + 2);
     Some(Plain {
-        source: OuterAddress::from_v4(v4_bytes(&words.words(ip + 12))),
+        source: OuterAddress::from_v4_words(words.words(ip + 12)),
         frame_to: mac_bytes(&words.words(frame)),
         frame_from: mac_bytes(&words.words(frame + 6)),
         addresses,
@@ -200,7 +192,7 @@ pub fn plain_v4(words: &ArrivedV4, len: u32, config: &Config) -> Option<Plain> {
 
 /// The same over IPv6.
 #[inline(always)]
-pub fn plain_v6(words: &ArrivedV6, len: u32, config: &Config) -> Option<Plain> {
+pub fn plain_v6<H: Header + ?Sized>(words: &H, len: u32, config: &Config) -> Option<Plain> {
     let ip = ETHERNET_LEN;
     let udp = ip + IPV6_LEN;
     let payload_len = words.be16(ip + 4);
@@ -241,13 +233,13 @@ pub fn plain_v6(words: &ArrivedV6, len: u32, config: &Config) -> Option<Plain> {
 
 /// Whether the outer checksum says nothing, or is right if the inner one is.
 #[inline(always)]
-pub fn checksum_fits_v4(words: &ArrivedV4) -> bool {
+pub fn checksum_fits_v4<H: Header + ?Sized>(words: &H) -> bool {
     words.raw16(ETHERNET_LEN + IPV4_LEN + 6) == 0 || outer_checksum_fits_v4(words)
 }
 
 /// Whether the outer checksum, which has to be there over IPv6, is right if the inner one is.
 #[inline(always)]
-pub fn checksum_fits_v6(words: &ArrivedV6) -> bool {
+pub fn checksum_fits_v6<H: Header + ?Sized>(words: &H) -> bool {
     words.raw16(ETHERNET_LEN + IPV6_LEN + 6) != 0 && outer_checksum_fits_v6(words)
 }
 
@@ -282,13 +274,13 @@ impl Plain {
 
 /// The I flag alone, our VNI, and zero wherever something is reserved.
 #[inline(always)]
-fn plain_vxlan<const N: usize>(words: &Words<N>, vxlan: usize, config: &Config) -> bool {
+fn plain_vxlan<H: Header + ?Sized>(words: &H, vxlan: usize, config: &Config) -> bool {
     words.be32(vxlan) == 0x0800_0000 && words.be32(vxlan + 4) == config.vni << 8
 }
 
 /// Whether a TCP segment carries data that goes on in the next: the kernel would hold and merge it.
 #[inline(always)]
-fn mid_burst<const N: usize>(words: &Words<N>, tcp: usize, len: u16) -> bool {
+fn mid_burst<H: Header + ?Sized>(words: &H, tcp: usize, len: u16) -> bool {
     let offset_flags = words.be16(tcp + 12);
     let header_len = offset_flags >> 12 << 2;
     len > header_len && offset_flags & (PSH | SYN_FIN_RST) == 0
@@ -311,23 +303,25 @@ pub fn in_v4(subnet: [u8; 4], prefix_len: u8, address: [u8; 4]) -> bool {
 /// Whether an address is in a subnet.
 #[inline(always)]
 pub fn in_v6(subnet: &[u8; 16], prefix_len: u8, address: &[u8; 16]) -> bool {
-    if prefix_len == NO_SUBNET || prefix_len > 128 {
+    // No subnet included.
+    if prefix_len > 128 {
         return false;
     }
-    let (subnet, address): ([u32; 4], [u32; 4]) =
-        (bytemuck::cast(*subnet), bytemuck::cast(*address));
-    let mut left = u32::from(prefix_len);
-    let mut at = 0;
-    while at < 4 {
-        let bits = if left > 32 { 32 } else { left };
-        let differ = u32::from_be(subnet[at] ^ address[at]);
-        if u64::from(differ) >> (32 - bits) != 0 {
-            return false;
-        }
-        left -= bits;
-        at += 1;
-    }
-    true
+    let [subnet, address]: [[u64; 2]; 2] = [bytemuck::cast(*subnet), bytemuck::cast(*address)];
+    let [high, low] = prefix_masks(prefix_len);
+    let differ = [0, 1].map(|half| u64::from_be(subnet[half] ^ address[half]));
+    differ[0] & high | differ[1] & low == 0
+}
+
+/// The halves of a mask with so many leading ones, up to 128. Without a branch, as BPF's verifier
+/// goes both ways of every one.
+#[inline(always)]
+const fn prefix_masks(len: u8) -> [u64; 2] {
+    let halves = (len >> 6) as u64;
+    let first_whole = 0_u64.wrapping_sub((halves | halves >> 1) & 1);
+    let both_whole = 0_u64.wrapping_sub(halves >> 1);
+    let part = !(u64::MAX >> (len & 63));
+    [part | first_whole, part & first_whole | both_whole]
 }
 
 #[cfg(test)]

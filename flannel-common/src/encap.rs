@@ -4,8 +4,8 @@ use crate::{
     ecn,
     map::{Config, Tunnel},
     wire::{
-        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, ICMP, ICMPV6, IPV4_LEN, IPV6_LEN, TCP, UDP,
-        UDP_LEN, VXLAN_LEN, Words, fold, is_fragment, v4_words, v6_words, words_in,
+        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, ICMP, ICMPV6, IPV4_LEN, IPV6_LEN,
+        TCP, UDP, UDP_LEN, VXLAN_LEN, Words, fold, is_fragment, v4_words, v6_words, words_in,
     },
 };
 
@@ -21,13 +21,11 @@ const MAX_IP_LEN: u32 = 0xffff;
 pub type HeadV4 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V4) }>;
 /// All headers over IPv6, the outer Ethernet header included.
 pub type HeadV6 = Words<{ words_in(ETHERNET_LEN + OVERHEAD_V6) }>;
-/// The first bytes of an inner IPv6 packet with its Ethernet header: up to the checksum of TCP.
-pub type InnerHeadV6 = Words<{ words_in(ETHERNET_LEN + IPV6_LEN + 18) }>;
 
 /// An Ethernet header: destination, source, type.
 pub type Ethernet = [u16; words_in(ETHERNET_LEN)];
 
-/// What the outer headers depend on.
+/// What the outer headers of a flow have in common.
 #[derive(Clone, Copy, Debug)]
 pub struct Outer<'a> {
     /// VNI and port.
@@ -38,11 +36,6 @@ pub struct Outer<'a> {
     pub remote: &'a [u8; 16],
     /// The source port, by [`source_port`].
     pub source_port: u16,
-    /// The inner DS field.
-    pub ds_field: u8,
-    /// The length of the outer IP packet with its header; of a packet yet to be segmented, all
-    /// of it.
-    pub len: u16,
     /// The Ethernet header to be put inside.
     pub inner: &'a Ethernet,
     /// The next hop and our NIC.
@@ -72,34 +65,54 @@ pub fn outer_len(inner_ip_len: u32, overhead: usize) -> Option<u16> {
     u16::try_from(len).ok()
 }
 
-/// Writes the headers over IPv4 into zeros. The UDP checksum is zero (RFC 7348 section 5).
+/// What is of one packet.
+#[derive(Clone, Copy, Debug)]
+pub struct Each {
+    /// The inner DS field.
+    pub ds_field: u8,
+    /// The length of the outer IP packet with its header; of a packet yet to be segmented, all
+    /// of it.
+    pub len: u16,
+}
+
+/// Writes what all headers over IPv4 of a flow have in common into zeros. The UDP checksum is zero
+/// (RFC 7348 section 5). Returns the sum of the IP header as it is.
 #[inline(always)]
-pub fn head_v4(head: &mut HeadV4, outer: &Outer<'_>, id: u16) {
+#[must_use]
+pub fn begin_v4(head: &mut HeadV4, outer: &Outer<'_>) -> u32 {
     head.put(0, outer.next_hop);
     head.put16(12, ETHERTYPE_IPV4);
     let ip = ETHERNET_LEN;
-    head.put16(ip, 0x4500 | u16::from(ecn::encapsulate(outer.ds_field)));
-    head.put16(ip + 2, outer.len);
-    head.put16(ip + 4, id);
+    head.put16(ip, 0x4500);
     // No DF: a router may fragment, as with flannel's device.
     head.put16(ip + 8, u16::from_be_bytes([outer.tunnel.hop_limit, UDP]));
     head.put(ip + 12, &last_words(&outer.tunnel.local.octets));
     head.put(ip + 16, &last_words(outer.remote));
-    let checksum = !fold(head.sum(ip, IPV4_LEN));
-    head.put(ip + 10, &[checksum]);
-    let udp_len = outer.len.wrapping_sub(20);
-    put_udp(head, ip + IPV4_LEN, outer, udp_len);
+    put_udp(head, ip + IPV4_LEN, outer, 0);
+    head.sum(ip, IPV4_LEN)
+}
+
+/// Writes what is of one packet, over what is of another. `sum` is [`begin_v4`]'s.
+#[inline(always)]
+pub fn complete_v4(head: &mut HeadV4, sum: u32, each: Each, id: u16) {
+    let ip = ETHERNET_LEN;
+    let ecn = u16::from(ecn::encapsulate(each.ds_field));
+    head.put16(ip, 0x4500 | ecn);
+    head.put16(ip + 2, each.len);
+    head.put16(ip + 4, id);
+    head.put(ip + 10, &[!fold(sum + raw(ecn) + raw(each.len) + raw(id))]);
+    head.put16(ip + IPV4_LEN + 4, each.len.wrapping_sub(20));
 }
 
 /// Writes the headers over IPv6 into zeros. `inner_sum` is [`inner_sum`] of the packet to be put inside: over IPv6 a
 /// checksum of zero would be refused (RFC 7348 section 5, RFC 6936).
 #[inline(always)]
-pub fn head_v6(head: &mut HeadV6, outer: &Outer<'_>, inner_sum: u32) {
+pub fn head_v6(head: &mut HeadV6, outer: &Outer<'_>, each: Each, inner_sum: u32) {
     head.put(0, outer.next_hop);
     head.put16(12, ETHERTYPE_IPV6);
     let ip = ETHERNET_LEN;
-    head.put16(ip, 0x6000 | u16::from(ecn::encapsulate(outer.ds_field)) << 4);
-    let udp_len = outer.len.wrapping_sub(40);
+    head.put16(ip, 0x6000 | u16::from(ecn::encapsulate(each.ds_field)) << 4);
+    let udp_len = each.len.wrapping_sub(40);
     head.put16(ip + 4, udp_len);
     head.put16(ip + 6, u16::from_be_bytes([UDP, outer.tunnel.hop_limit]));
     head.put(ip + 8, &v6_words(&outer.tunnel.local.octets));
@@ -132,7 +145,7 @@ fn put_udp<const N: usize>(head: &mut Words<N>, udp: usize, outer: &Outer<'_>, u
 /// the packet is not of that kind, so that its bytes would have to be summed. `hops` are taken
 /// from the hop limit.
 #[inline(always)]
-pub fn inner_sum(inner: &InnerHeadV6, hops: u8) -> Option<u32> {
+pub fn inner_sum<H: Header + ?Sized>(inner: &H, hops: u8) -> Option<u32> {
     let ip = ETHERNET_LEN;
     let next = inner.byte(ip + 6);
     let checksum = match next {
@@ -155,7 +168,7 @@ pub fn inner_sum(inner: &InnerHeadV6, hops: u8) -> Option<u32> {
 /// (which the receiver checks). `words` begin with the outer Ethernet header. `false` too if the
 /// inner packet has no such checksum.
 #[inline(always)]
-pub fn outer_checksum_fits_v6<const N: usize>(words: &Words<N>) -> bool {
+pub fn outer_checksum_fits_v6<H: Header + ?Sized>(words: &H) -> bool {
     let inner_ip = ETHERNET_LEN + OVERHEAD_V6;
     if !matches!(words.byte(inner_ip + 6), TCP | UDP | ICMPV6) {
         return false;
@@ -168,7 +181,7 @@ pub fn outer_checksum_fits_v6<const N: usize>(words: &Words<N>) -> bool {
 
 /// The same over IPv4.
 #[inline(always)]
-pub fn outer_checksum_fits_v4<const N: usize>(words: &Words<N>) -> bool {
+pub fn outer_checksum_fits_v4<H: Header + ?Sized>(words: &H) -> bool {
     let (ip, inner_ip) = (ETHERNET_LEN, ETHERNET_LEN + OVERHEAD_V4);
     let udp = ip + IPV4_LEN;
     if words.byte(inner_ip) != 0x45 || is_fragment(words.be16(inner_ip + 6)) {
@@ -191,7 +204,7 @@ pub fn outer_checksum_fits_v4<const N: usize>(words: &Words<N>) -> bool {
 
 /// The pseudo header of what follows the IPv6 header at an offset.
 #[inline(always)]
-fn pseudo_sum<const N: usize>(words: &Words<N>, ip: usize) -> u32 {
+fn pseudo_sum<H: Header + ?Sized>(words: &H, ip: usize) -> u32 {
     let next = raw(u16::from(words.byte(ip + 6)));
     words.sum(ip + 8, 32) + u32::from(words.raw16(ip + 4)) + next
 }

@@ -28,8 +28,9 @@ const OFFER_PAUSE_NS: u64 = 250_000_000;
 /// The pause doubles this often.
 const OFFER_DOUBLINGS: u32 = 8;
 
-/// An IPv4 flow as seen from the local pod: a key of `FLOWS4`.
-#[repr(C)]
+/// An IPv4 flow as seen from the local pod: a key of `FLOWS4`. The alignment has BPF move it by
+/// words instead of bytes.
+#[repr(C, align(4))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Pod, Zeroable)]
 pub struct Flow4Key {
     /// The pod's address, network order.
@@ -47,7 +48,7 @@ pub struct Flow4Key {
 }
 
 /// An IPv6 flow as seen from the local pod: a key of `FLOWS6`.
-#[repr(C)]
+#[repr(C, align(4))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Pod, Zeroable)]
 pub struct Flow6Key {
     /// The pod's address, network order.

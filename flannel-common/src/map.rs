@@ -86,7 +86,7 @@ pub struct Tunnel {
 pub type Mac = [u8; 6];
 
 /// A key of the map `VTEPS`. The devices of both families have tables of their own.
-#[repr(C)]
+#[repr(C, align(4))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Pod, Zeroable)]
 pub struct VtepKey {
     /// The inner destination MAC.
@@ -128,8 +128,9 @@ pub struct Lease {
     pub tunnelled: u16,
 }
 
-/// An outer address: IPv6, or IPv4 mapped into it (RFC 4291 section 2.5.5.2).
-#[repr(C)]
+/// An outer address: IPv6, or IPv4 mapped into it (RFC 4291 section 2.5.5.2). The alignment has BPF
+/// move and compare it by words instead of bytes.
+#[repr(C, align(4))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Pod, Zeroable)]
 pub struct OuterAddress {
     /// The address in network order.
@@ -142,6 +143,13 @@ impl OuterAddress {
     pub const fn from_v4(v4: [u8; 4]) -> Self {
         let [a, b, c, d] = v4;
         Self { octets: [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d] }
+    }
+
+    /// The same by words as they lie in a packet, of which BPF makes it in four steps, not sixteen.
+    #[inline(always)]
+    pub fn from_v4_words(v4: [u16; 2]) -> Self {
+        let [mapped, v4] = [[0, u16::MAX], v4].map(bytemuck::cast::<[u16; 2], u32>);
+        Self { octets: bytemuck::cast([0, 0, mapped, v4]) }
     }
 
     /// From an IPv6 address in network order.
@@ -256,6 +264,8 @@ mod tests {
         #[test]
         fn an_ipv4_address_comes_back(v4: [u8; 4]) {
             prop_assert_eq!(OuterAddress::from_v4(v4).v4(), Some(v4));
+            let words = bytemuck::cast(v4);
+            prop_assert_eq!(OuterAddress::from_v4_words(words), OuterAddress::from_v4(v4));
         }
 
         #[test]

@@ -1,8 +1,8 @@
 //! The first bytes of a packet, read by 16-bit words.
 //!
 //! All fields of Ethernet, IP, UDP, TCP and VXLAN begin at even offsets, so a header stack that
-//! begins with Ethernet can be read word by word from one aligned copy: cheap in BPF, where
-//! unaligned loads are made of single bytes.
+//! begins with Ethernet can be read word by word, from the packet or from an aligned copy: cheap
+//! in BPF, where unaligned loads are made of single bytes.
 
 /// Bytes before the IP header: destination, source, type. A VLAN tag is never among them, the
 /// kernel takes it out beforehand.
@@ -29,52 +29,79 @@ pub const UDP: u8 = 17;
 /// IP protocol number of ICMP over IPv6.
 pub const ICMPV6: u8 = 58;
 
-/// `N` words from the start of a packet. All offsets below are in bytes, even and below `2 * N`;
-/// they are constants at every call, so that no check remains in BPF.
-#[repr(C, align(8))]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Words<const N: usize>(pub [u16; N]);
+/// The first bytes of a packet, wherever they are. All offsets are in bytes and even, and
+/// constants at every call, so that few checks remain in BPF.
+pub trait Header {
+    /// The word at an offset, as it lies in memory; `None` beyond the end.
+    fn word(&self, offset: usize) -> Option<u16>;
 
-impl<const N: usize> Words<N> {
-    /// All zero.
-    pub const ZERO: Self = Self([0; N]);
+    /// The same, zero beyond the end.
+    #[inline(always)]
+    fn raw16(&self, offset: usize) -> u16 {
+        self.word(offset).unwrap_or(0)
+    }
 
     /// The word at an offset, in host order. Zero beyond the end.
     #[inline(always)]
-    pub fn be16(&self, offset: usize) -> u16 {
+    fn be16(&self, offset: usize) -> u16 {
         u16::from_be(self.raw16(offset))
-    }
-
-    /// The word at an offset, as it lies in memory. Zero beyond the end.
-    #[inline(always)]
-    pub fn raw16(&self, offset: usize) -> u16 {
-        self.0.get(offset / 2).copied().unwrap_or(0)
     }
 
     /// Two words, in host order.
     #[inline(always)]
-    pub fn be32(&self, offset: usize) -> u32 {
+    fn be32(&self, offset: usize) -> u32 {
         u32::from(self.be16(offset)) << 16 | u32::from(self.be16(offset + 2))
     }
 
     /// The byte at an offset, odd ones too.
     #[inline(always)]
-    pub fn byte(&self, offset: usize) -> u8 {
+    fn byte(&self, offset: usize) -> u8 {
         let [high, low] = self.be16(offset & !1).to_be_bytes();
         if offset & 1 == 0 { high } else { low }
     }
 
-    /// `2 * W` bytes from an even offset.
+    /// `2 * W` bytes.
     #[inline(always)]
-    pub fn words<const W: usize>(&self, offset: usize) -> [u16; W] {
-        let mut words = [0; W];
-        let mut at = 0;
-        while at < W {
-            words[at] = self.raw16(offset + 2 * at);
-            at += 1;
-        }
-        words
+    fn words<const W: usize>(&self, offset: usize) -> [u16; W] {
+        core::array::from_fn(|at| self.raw16(offset + 2 * at))
     }
+
+    /// The sum of `len` bytes, an even number, in one's complement but not folded. Memory order:
+    /// right for both byte orders (RFC 1071 section 2).
+    #[inline(always)]
+    fn sum(&self, offset: usize, len: usize) -> u32 {
+        let mut sum = 0;
+        let mut at = 0;
+        while at < len {
+            sum += u32::from(self.raw16(offset + at));
+            at += 2;
+        }
+        sum
+    }
+}
+
+/// The whole packet.
+impl Header for [u8] {
+    fn word(&self, offset: usize) -> Option<u16> {
+        self.get(offset..)?.first_chunk().copied().map(u16::from_ne_bytes)
+    }
+}
+
+/// A copy of the first `N` words.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Words<const N: usize>(pub [u16; N]);
+
+impl<const N: usize> Header for Words<N> {
+    #[inline(always)]
+    fn word(&self, offset: usize) -> Option<u16> {
+        self.0.get(offset / 2).copied()
+    }
+}
+
+impl<const N: usize> Words<N> {
+    /// All zero.
+    pub const ZERO: Self = Self([0; N]);
 
     /// Puts a word, given in host order.
     #[inline(always)]
@@ -94,19 +121,6 @@ impl<const N: usize> Words<N> {
             }
             at += 1;
         }
-    }
-
-    /// The sum of `len` bytes from an offset, both even, in one's complement but not folded.
-    /// Memory order: right for both byte orders (RFC 1071 section 2).
-    #[inline(always)]
-    pub fn sum(&self, offset: usize, len: usize) -> u32 {
-        let mut sum = 0;
-        let mut at = 0;
-        while at < len {
-            sum += u32::from(self.raw16(offset + at));
-            at += 2;
-        }
-        sum
     }
 }
 

@@ -1,7 +1,6 @@
 //! Taking a packet out of the tunnel.
 //!
-//! [`take_v4`] and [`take_v6`] read and judge; [`Taken::strip`] makes the first change. What then
-//! becomes of the inner packet is the caller's choice.
+//! [`strip`] makes the first change. What then becomes of the inner packet is the caller's choice.
 
 use aya_ebpf::{
     bindings::{
@@ -14,18 +13,18 @@ use aya_ebpf::{
     },
 };
 use flannel_common::{
-    decap::{
-        self as common, ArrivedV4, ArrivedV6, Leases, MIN_LEN_V4, MIN_LEN_V6, Plain, plain_v4,
-        plain_v6,
-    },
+    decap::{self as common, Leases, MIN_LEN_V4, MIN_LEN_V6},
     ecn::Decapsulate,
-    encap::{Ethernet, OVERHEAD_V4, OVERHEAD_V6},
-    map::{Config, Lease, OuterAddress, Peer},
+    encap::{Ethernet, OVERHEAD_V4},
+    map::{Lease, OuterAddress, Peer},
     outcome::Outcome,
-    wire::{ETHERNET_LEN, IPV4_LEN, IPV6_LEN, Words},
+    wire::{ETHERNET_LEN, Header, IPV4_LEN, IPV6_LEN},
 };
 
-use crate::{maps, skb::Skb};
+use crate::{
+    maps,
+    skb::{Head, Skb},
+};
 
 /// How many flows are told apart by [`behind_burst`]; a power of two.
 pub const BURSTS: usize = 8192;
@@ -55,47 +54,37 @@ impl Leases for Maps {
     }
 }
 
-/// Reads a packet over IPv4; `None` unless it is a plain one.
+/// The start of a plain packet over IPv4.
+pub type HeadV4 = Head<MIN_LEN_V4>;
+/// The start of a plain packet over IPv6.
+pub type HeadV6 = Head<MIN_LEN_V6>;
+
+/// Whether the checksum over IPv4 fits; see [`common::checksum_fits_v4`]. Most have none.
 #[inline(always)]
-pub fn take_v4(skb: Skb, config: &Config, words: &mut ArrivedV4) -> Option<Plain> {
-    const SHORT: u32 = MIN_LEN_V4 as u32;
-    // Not every inner packet is as long as a TCP header needs.
-    let read = skb.load::<98, 49>(words)
-        || skb.load::<{ SHORT + 8 }, 49>(words)
-        || skb.load::<SHORT, 49>(words);
-    if read { plain_v4(words, skb.len(), config) } else { None }
+pub fn checksum_fits_v4(skb: Skb, head: &HeadV4) -> bool {
+    head.raw16(ETHERNET_LEN + IPV4_LEN + 6) == 0 || decap_checksum_fits_v4(skb.raw()) != 0
 }
 
-/// Reads a packet over IPv6; `None` unless it is a plain one. Whether the checksum fits has yet to be
-/// said.
-#[inline(always)]
-pub fn take_v6(skb: Skb, config: &Config, words: &mut ArrivedV6) -> Option<Plain> {
-    const SHORT: u32 = MIN_LEN_V6 as u32;
-    let read = skb.load::<138, 69>(words)
-        || skb.load::<{ SHORT + 8 }, 69>(words)
-        || skb.load::<SHORT, 69>(words);
-    if read { plain_v6(words, skb.len(), config) } else { None }
-}
-
-/// Whether the checksum over IPv4 fits; see [`checksum_fits_v4`]. Most have none.
-#[inline(always)]
-pub fn checksum_fits_v4(words: &ArrivedV4) -> bool {
-    words.raw16(ETHERNET_LEN + IPV4_LEN + 6) == 0 || nonzero_checksum_fits_v4(words) != 0
-}
-
-/// A call of its own, for the stack's sake.
+/// Visible from outside: verified once, not in every state of the caller.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn nonzero_checksum_fits_v4(words: &ArrivedV4) -> u64 {
-    u64::from(common::checksum_fits_v4(words))
+extern "C" fn decap_checksum_fits_v4(raw: *mut __sk_buff) -> u64 {
+    let head: Option<HeadV4> = Skb::from(raw).in_place();
+    u64::from(head.is_some_and(|head| common::checksum_fits_v4(&head)))
 }
 
-/// Whether the checksum over IPv6 fits; see [`common::checksum_fits_v6`]. A call of its own, for the stack's
-/// sake, and not from within a deep one.
+/// Whether the checksum over IPv6 fits, as a number; see [`common::checksum_fits_v6`].
+#[inline(always)]
+pub fn checksum_fits_v6(skb: Skb, _gathered: &HeadV6) -> u64 {
+    decap_checksum_fits_v6(skb.raw())
+}
+
+/// See `decap_checksum_fits_v4`.
+#[unsafe(no_mangle)]
 #[inline(never)]
-pub fn checksum_fits_v6(raw: *mut __sk_buff) -> u64 {
-    const SHORT: u32 = MIN_LEN_V6 as u32;
-    let Some(words) = maps::scratch() else { return 0 };
-    u64::from(Skb::from(raw).load::<SHORT, 69>(words) && common::checksum_fits_v6(words))
+extern "C" fn decap_checksum_fits_v6(raw: *mut __sk_buff) -> u64 {
+    let head: Option<HeadV6> = Skb::from(raw).in_place();
+    u64::from(head.is_some_and(|head| common::checksum_fits_v6(&head)))
 }
 
 /// Takes the outer headers away, leaving a frame that begins with `frame`. On an error nothing was
@@ -109,9 +98,8 @@ pub fn strip(skb: Skb, overhead: usize, frame: &Ethernet, ecn: Decapsulate) -> R
     if result != 0 {
         return Err(Outcome::Unusual);
     }
-    if !skb.store(&Words(*frame)) {
-        return Err(Outcome::DropNoMemory);
-    }
+    let Some(mut head) = skb.in_place::<ETHERNET_LEN>() else { return Err(Outcome::DropNoMemory) };
+    head.put(0, frame);
     // If the NIC verified checksums, it counted the outer one, be it zero.
     // SAFETY: the kernel passes a valid context.
     unsafe { bpf_csum_level(skb.raw(), u64::from(BPF_CSUM_LEVEL_DEC)) };
@@ -127,18 +115,6 @@ pub fn strip(skb: Skb, overhead: usize, frame: &Ethernet, ecn: Decapsulate) -> R
         }
     }
     Ok(())
-}
-
-/// The inner Ethernet header of a packet over IPv4.
-#[inline(always)]
-pub fn frame_v4(words: &ArrivedV4) -> Ethernet {
-    words.words(OVERHEAD_V4)
-}
-
-/// The inner Ethernet header of a packet over IPv6.
-#[inline(always)]
-pub fn frame_v6(words: &ArrivedV6) -> Ethernet {
-    words.words(OVERHEAD_V6)
 }
 
 /// What is remembered of a flow: when one of its packets last was left to the kernel's device.

@@ -19,14 +19,13 @@ use aya_ebpf::{
 };
 use flannel_common::{
     encap::{
-        self, Ethernet, HeadV4, HeadV6, InnerHeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len,
-        source_port,
+        self, Each, Ethernet, HeadV4, HeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len, source_port,
     },
     map::{Config, Tunnel, Vtep, VtepKey},
     outcome::Outcome,
     outer::Packet,
     wire::{
-        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6_LEN, TCP, UDP, Words, mac_bytes,
+        ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV6_LEN, TCP, UDP, mac_bytes,
         mac_words, v6_quarters,
     },
 };
@@ -66,21 +65,19 @@ pub struct Inner {
 #[inline(always)]
 pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
     let ip = ETHERNET_LEN as u32;
-    let mut words = Words::<12>::ZERO;
-    if !skb.load::<24, 12>(&mut words) {
-        return Err(Outcome::NotIp);
-    }
+    let head = skb.head::<{ ETHERNET_LEN + 10 }>().ok_or(Outcome::NotIp)?;
     let (ds_field, header_len, protocol) = match skb.ethertype() {
         ETHERTYPE_IPV4 => {
-            let header_len = u32::from(words.byte(ETHERNET_LEN) & 0x0f) * 4;
-            (words.byte(ETHERNET_LEN + 1), header_len, words.byte(ETHERNET_LEN + 9))
+            let header_len = u32::from(head.byte(ETHERNET_LEN) & 0x0f) * 4;
+            (head.byte(ETHERNET_LEN + 1), header_len, head.byte(ETHERNET_LEN + 9))
         }
         ETHERTYPE_IPV6 => {
-            let [_, ds_field] = (words.be16(ETHERNET_LEN) >> 4).to_be_bytes();
-            (ds_field, IPV6_LEN as u32, words.byte(ETHERNET_LEN + 6))
+            let [_, ds_field] = (head.be16(ETHERNET_LEN) >> 4).to_be_bytes();
+            (ds_field, IPV6_LEN as u32, head.byte(ETHERNET_LEN + 6))
         }
         _ => return Err(Outcome::NotIp),
     };
+    let frame = head.words(0);
     let gso_size = skb.gso_size();
     let wire_len = if gso_size == 0 {
         skb.len().saturating_sub(ip)
@@ -96,7 +93,7 @@ pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
         };
         header_len + transport + gso_size
     };
-    Ok(Inner { frame: words.words(0), ds_field, hops: 0, wire_len })
+    Ok(Inner { frame, ds_field, hops: 0, wire_len })
 }
 
 /// Finds the peer's end. Now and then the kernel's device has to send a packet itself.
@@ -116,30 +113,99 @@ pub fn vtep(frame: &Ethernet, tunnel: u16) -> Result<Vtep, Outcome> {
     Ok(*vtep)
 }
 
-/// Finds the way over IPv4 and makes the headers; returns the interface to send to.
+/// How many ways are remembered; a power of two.
+pub const WAYS: usize = 256;
+
+/// For so many jiffies a way is believed: up to 20 milliseconds, by the kernel's HZ.
+const BELIEVED_JIFFIES: u64 = 1;
+
+/// The way that packets of one flow took a moment ago: what routing said, and their headers over
+/// IPv4. Looking it up again for every packet of a busy flow costs more than all the rest, and a
+/// change of a route, a neighbour or the forwarding table takes longer to get here than a way is
+/// believed.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Way {
+    /// The headers; only what [`encap::complete_v4`] writes is of one packet.
+    head: HeadV4,
+    /// When it was found, in jiffies.
+    found: u64,
+    /// The flow's hash, which the source port is made of.
+    hash: u32,
+    /// What [`encap::begin_v4`] returned.
+    sum: u32,
+    /// The interface to send to.
+    ifindex: u32,
+    /// The longest outer IP packet for it.
+    mtu: u32,
+}
+
+impl Way {
+    /// Whether it is a packet's: of the same flow, and between the same tunnel devices.
+    #[inline(always)]
+    fn is_of(&self, hash: u32, frame: &Ethernet, wire_len: u16, now: u64) -> bool {
+        let inside: Ethernet = self.head.words(OVERHEAD_V4);
+        self.hash == hash
+            && now.wrapping_sub(self.found) <= BELIEVED_JIFFIES
+            && u32::from(wire_len) <= self.mtu
+            && inside == *frame
+    }
+
+    /// Finds the way over IPv4. On an error it is nobody's.
+    #[inline(always)]
+    fn find(
+        &mut self,
+        skb: Skb,
+        config: &Config,
+        frame: &Ethernet,
+        hash: u32,
+        wire_len: u16,
+        now: u64,
+    ) -> Result<(), Outcome> {
+        self.mtu = 0;
+        let vtep = vtep(frame, VtepKey::V4)?;
+        let port = port(config, hash)?;
+        // SAFETY: all zeros are a valid value.
+        let mut fib: FibLookup = unsafe { mem::zeroed() };
+        fib.family = AF_INET;
+        let [.., a, b, c, d] = config.v4.local.octets;
+        fib.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes([a, b, c, d]);
+        let [.., a, b, c, d] = vtep.remote.octets;
+        fib.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes([a, b, c, d]);
+        let next_hop = route(skb, config, &mut fib, port, wire_len)?;
+        let outer = outer(config, &config.v4, frame, &vtep, port, &next_hop);
+        self.head = HeadV4::ZERO;
+        self.sum = encap::begin_v4(&mut self.head, &outer);
+        self.hash = hash;
+        self.ifindex = fib.ifindex;
+        self.found = now;
+        // SAFETY: where the helper has put it (Linux 5.12), if it was asked about a length.
+        self.mtu = u32::from(unsafe { fib.__bindgen_anon_1.mtu_result });
+        Ok(())
+    }
+}
+
+/// Puts the packet into the tunnel over IPv4; returns the interface to send to. On an error nothing
+/// was changed, but for `DropNoMemory`.
 #[inline(always)]
-pub fn prepare_v4(
-    skb: Skb,
-    config: &Config,
-    inner: &Inner,
-    vtep: &Vtep,
-    head: &mut HeadV4,
-) -> Result<u32, Outcome> {
+pub fn push_over_v4(skb: Skb, config: &Config, inner: &Inner) -> Result<u32, Outcome> {
     let len = outer_len(skb.len().saturating_sub(ETHERNET_LEN as u32), OVERHEAD_V4)
         .ok_or(Outcome::TooBig)?;
     let wire_len = outer_len(inner.wire_len, OVERHEAD_V4).ok_or(Outcome::TooBig)?;
-    let port = port(skb, config)?;
-    // SAFETY: all zeros are a valid value.
-    let mut fib: FibLookup = unsafe { mem::zeroed() };
-    fib.family = AF_INET;
-    let [.., a, b, c, d] = config.v4.local.octets;
-    fib.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes([a, b, c, d]);
-    let [.., a, b, c, d] = vtep.remote.octets;
-    fib.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes([a, b, c, d]);
-    let next_hop = route(skb, config, &mut fib, port, wire_len)?;
-    let outer = outer(config, &config.v4, inner, vtep, port, len, &next_hop);
-    encap::head_v4(head, &outer, id(skb.segments()));
-    Ok(fib.ifindex)
+    // SAFETY: the kernel passes a valid context.
+    let hash = unsafe { bpf_get_hash_recalc(skb.raw()) };
+    let way = maps::WAYS.get_ptr_mut(hash & (WAYS as u32 - 1)).ok_or(Outcome::NoRoom)?;
+    // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.
+    let way = unsafe { &mut *way };
+    // SAFETY: a helper without conditions.
+    let now = unsafe { bpf_jiffies64() };
+    if !way.is_of(hash, &inner.frame, wire_len, now) {
+        way.find(skb, config, &inner.frame, hash, wire_len, now)?;
+    }
+    let each = Each { ds_field: inner.ds_field, len };
+    encap::complete_v4(&mut way.head, way.sum, each, id(skb.segments()));
+    push_v4(skb, &way.head)?;
+    Ok(way.ifindex)
 }
 
 /// Finds the way over IPv6 and makes the headers; returns the interface to send to. What is to be
@@ -159,15 +225,16 @@ pub fn prepare_v6(
     let sum = sum.map_err(|_| Outcome::NeedsChecksum)?;
     let len = outer_len(skb.len().saturating_sub(ETHERNET_LEN as u32), OVERHEAD_V6)
         .ok_or(Outcome::TooBig)?;
-    let port = port(skb, config)?;
+    // SAFETY: the kernel passes a valid context.
+    let port = port(config, unsafe { bpf_get_hash_recalc(skb.raw()) })?;
     // SAFETY: all zeros are a valid value.
     let mut fib: FibLookup = unsafe { mem::zeroed() };
     fib.family = AF_INET6;
     fib.__bindgen_anon_3.ipv6_src = v6_quarters(&config.v6.local.octets);
     fib.__bindgen_anon_4.ipv6_dst = v6_quarters(&vtep.remote.octets);
     let next_hop = route(skb, config, &mut fib, port, len)?;
-    let outer = outer(config, &config.v6, inner, vtep, port, len, &next_hop);
-    encap::head_v6(head, &outer, sum);
+    let outer = outer(config, &config.v6, &inner.frame, vtep, port, &next_hop);
+    encap::head_v6(head, &outer, Each { ds_field: inner.ds_field, len }, sum);
     Ok(fib.ifindex)
 }
 
@@ -175,12 +242,8 @@ pub fn prepare_v6(
 /// sake.
 #[inline(never)]
 fn inner_sum(raw: *mut __sk_buff, hops: u8) -> i64 {
-    let mut words = InnerHeadV6::ZERO;
-    let skb = Skb::from(raw);
-    // Up to the checksum of TCP, or at least of UDP.
-    let read = skb.load::<72, 36>(&mut words) || skb.load::<62, 36>(&mut words);
-    let sum = if read { encap::inner_sum(&words, hops) } else { None };
-    sum.map_or(-1, i64::from)
+    let head = Skb::from(raw).head::<{ ETHERNET_LEN + IPV6_LEN }>();
+    head.and_then(|head| encap::inner_sum(&head, hops)).map_or(-1, i64::from)
 }
 
 /// Makes room for the headers over IPv4 and puts them there. On an error nothing was changed, but
@@ -207,9 +270,7 @@ pub fn send(ifindex: u32) -> i32 {
 }
 
 #[inline(always)]
-fn port(skb: Skb, config: &Config) -> Result<u16, Outcome> {
-    // SAFETY: the kernel passes a valid context.
-    let hash = unsafe { bpf_get_hash_recalc(skb.raw()) };
+fn port(config: &Config, hash: u32) -> Result<u16, Outcome> {
     source_port(hash, config.source_port_min, config.source_port_max).ok_or(Outcome::NoHash)
 }
 
@@ -246,22 +307,12 @@ fn route(
 fn outer<'a>(
     config: &'a Config,
     tunnel: &'a Tunnel,
-    inner: &'a Inner,
+    inner: &'a Ethernet,
     vtep: &'a Vtep,
     source_port: u16,
-    len: u16,
     next_hop: &'a [u16; 6],
 ) -> Outer<'a> {
-    Outer {
-        config,
-        tunnel,
-        remote: &vtep.remote.octets,
-        source_port,
-        ds_field: inner.ds_field,
-        len,
-        inner: &inner.frame,
-        next_hop,
-    }
+    Outer { config, tunnel, remote: &vtep.remote.octets, source_port, inner, next_hop }
 }
 
 /// The IP id: in sequence, because receivers merge only such packets.

@@ -1,11 +1,9 @@
 //! What the hooks before and after the stack have in common: which flow a packet belongs to, and
 //! what its proof says. The steps of the proof are in `flannel_common::flow`.
 
-use core::ptr::null_mut;
-
 use aya_ebpf::{
     btf_maps::lpm_trie::Key,
-    helpers::{bpf_check_mtu, bpf_ktime_get_ns, bpf_skb_store_bytes},
+    helpers::{bpf_check_mtu, bpf_ktime_get_coarse_ns, bpf_ktime_get_ns, bpf_skb_store_bytes},
 };
 use flannel_common::{
     encap::Ethernet,
@@ -17,13 +15,16 @@ use flannel_common::{
     map::{Config, Tunnel},
     outcome::Outcome,
     outer::Packet,
-    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Words},
+    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV4_LEN, IPV6_LEN},
 };
 
-use crate::{maps, skb::Skb};
+use crate::{
+    maps,
+    skb::{Head, Skb},
+};
 
 /// Where the IP header of a frame begins.
-pub const IP: u32 = ETHERNET_LEN as u32;
+pub const IP: usize = ETHERNET_LEN;
 
 /// `BPF_F_RECOMPUTE_CSUM`.
 const RECOMPUTE_CHECKSUM: u64 = 1;
@@ -31,10 +32,13 @@ const RECOMPUTE_CHECKSUM: u64 = 1;
 /// One of the two kinds of inner packets.
 pub trait Family {
     type Key: Copy;
+    /// The start of a frame with an IP header.
+    type Start: Header;
     const ETHERTYPE: u16;
 
+    fn start(skb: Skb) -> Option<Self::Start>;
     /// Reads a packet whose IP header begins at an offset.
-    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Self::Key>>;
+    fn read<H: Header>(head: &H, at: usize, direction: Direction) -> Option<Inner<Self::Key>>;
     /// Whether the local end is of our subnet.
     fn is_ours(rules: &FlowRules, key: &Self::Key) -> bool;
     /// Whether the other end is reached by the tunnel.
@@ -46,9 +50,8 @@ pub trait Family {
     fn insert(key: &Self::Key, flow: &Flow);
     fn remove(key: &Self::Key);
     fn offer(key: &Self::Key) -> Offer;
-    /// Takes one from the hop limit of the packet whose IP header is at an offset, which has been
-    /// read and is above one.
-    fn hop(skb: Skb, at: u32) -> bool;
+    /// Takes one from the packet's hop limit, which has been read and is above one.
+    fn hop(skb: Skb) -> bool;
 }
 
 pub struct V4;
@@ -56,11 +59,17 @@ pub struct V6;
 
 impl Family for V4 {
     type Key = Flow4Key;
+    type Start = Head<{ IP + IPV4_LEN }>;
     const ETHERTYPE: u16 = ETHERTYPE_IPV4;
 
     #[inline(always)]
-    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Flow4Key>> {
-        packet::v4(&skb, at, direction)
+    fn start(skb: Skb) -> Option<Self::Start> {
+        skb.head()
+    }
+
+    #[inline(always)]
+    fn read<H: Header>(head: &H, at: usize, direction: Direction) -> Option<Inner<Flow4Key>> {
+        packet::v4(head, at, direction)
     }
 
     #[inline(always)]
@@ -105,21 +114,29 @@ impl Family for V4 {
     }
 
     #[inline(always)]
-    fn hop(skb: Skb, at: u32) -> bool {
-        let Some([hops, protocol, high, low]) = skb.bytes(at + 8) else { return false };
-        let checksum = packet::checksum_after_hop(u16::from_be_bytes([high, low]));
-        let [high, low] = checksum.to_be_bytes();
-        store(skb, at + 8, &[hops.wrapping_sub(1), protocol, high, low], 0)
+    fn hop(skb: Skb) -> bool {
+        let Some(mut head) = skb.in_place::<{ IP + IPV4_LEN }>() else { return false };
+        let [hops, protocol] = head.raw16(IP + 8).to_ne_bytes();
+        let checksum = packet::checksum_after_hop(head.be16(IP + 10));
+        head.put(IP + 8, &[u16::from_ne_bytes([hops.wrapping_sub(1), protocol])]);
+        head.put(IP + 10, &[checksum.to_be()]);
+        true
     }
 }
 
 impl Family for V6 {
     type Key = Flow6Key;
+    type Start = Head<{ IP + IPV6_LEN }>;
     const ETHERTYPE: u16 = ETHERTYPE_IPV6;
 
     #[inline(always)]
-    fn read(skb: Skb, at: u32, direction: Direction) -> Option<Inner<Flow6Key>> {
-        packet::v6(&skb, at, direction)
+    fn start(skb: Skb) -> Option<Self::Start> {
+        skb.head()
+    }
+
+    #[inline(always)]
+    fn read<H: Header>(head: &H, at: usize, direction: Direction) -> Option<Inner<Flow6Key>> {
+        packet::v6(head, at, direction)
     }
 
     #[inline(always)]
@@ -163,9 +180,11 @@ impl Family for V6 {
     }
 
     #[inline(always)]
-    fn hop(skb: Skb, at: u32) -> bool {
-        let Some([hops]) = skb.bytes(at + 7) else { return false };
-        store(skb, at + 7, &[hops.wrapping_sub(1)], RECOMPUTE_CHECKSUM)
+    fn hop(skb: Skb) -> bool {
+        // No checksum in the header makes up for it: a NIC's sum over the packet has to follow.
+        const AT: u32 = IP as u32 + 7;
+        let Some([hops]) = skb.bytes(AT) else { return false };
+        store(skb, AT, &[hops.wrapping_sub(1)], RECOMPUTE_CHECKSUM)
     }
 }
 
@@ -175,16 +194,13 @@ pub fn rules() -> Option<&'static FlowRules> {
     maps::FLOW_RULES.get(0).filter(|rules| rules.alive_until != 0)
 }
 
-/// Where and when.
+/// Where and when. The time is that of the last tick, up to ten milliseconds ago, and so cheap to
+/// have.
 #[inline(always)]
-fn seen(skb: Skb) -> Option<Seen> {
-    let mut frame = Words::<6>::ZERO;
-    if !skb.load::<12, 6>(&mut frame) {
-        return None;
-    }
+fn seen<H: Header>(skb: Skb, head: &H) -> Seen {
     // SAFETY: a helper without conditions.
-    let now = unsafe { bpf_ktime_get_ns() };
-    Some(Seen { ifindex: skb.ifindex(), frame: frame.0, now })
+    let now = unsafe { bpf_ktime_get_coarse_ns() };
+    Seen { ifindex: skb.ifindex(), frame: head.words(0), now }
 }
 
 /// A packet in plain sight: neither marked nor tagged.
@@ -219,7 +235,7 @@ pub fn was_branded(skb: Skb) -> bool {
 /// What a packet means for its flow: one that needs the stack means nothing.
 #[inline(always)]
 fn segment<K>(skb: Skb, inner: &Inner<K>, mtu: u32) -> Segment {
-    let may = inner.may_bypass(skb.len().saturating_sub(IP), skb.gso_size(), mtu);
+    let may = inner.may_bypass(skb.len().saturating_sub(IP as u32), skb.gso_size(), mtu);
     if inner.segment == Segment::Plain && !may { Segment::Odd } else { inner.segment }
 }
 
@@ -230,19 +246,22 @@ pub fn before<F: Family>(
     direction: Direction,
     rules: &FlowRules,
 ) -> Option<&'static mut Flow> {
-    let inner = F::read(skb, IP, direction)?;
+    let head = F::start(skb)?;
+    let inner = F::read(&head, IP, direction)?;
     if !F::is_ours(rules, &inner.key) {
         return None;
     }
     let segment = segment(skb, &inner, F::mtu(rules));
-    let seen = seen(skb)?;
+    let seen = seen(skb, &head);
     let Some(flow) = F::find(&inner.key) else {
         // Only a local pod makes entries: a stranger's flood shall not push others out.
         if segment == Segment::Plain
             && matches!(direction, Direction::Out)
             && F::is_tunnelled(&inner.key)
         {
-            let mut flow = Flow::begin(seen.now, rules);
+            // The exact time, to tell two flows with one tuple within a tick.
+            // SAFETY: a helper without conditions.
+            let mut flow = Flow::begin(unsafe { bpf_ktime_get_ns() }, rules);
             let _ = flow.before(direction, &seen, segment, rules);
             F::insert(&inner.key, &flow);
         }
@@ -263,12 +282,13 @@ pub fn before<F: Family>(
 /// A packet that came out of the stack.
 #[inline(always)]
 pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
-    let Some(inner) = F::read(skb, IP, direction) else { return };
+    let Some(head) = F::start(skb) else { return };
+    let Some(inner) = F::read(&head, IP, direction) else { return };
     if !F::is_ours(rules, &inner.key) {
         return;
     }
     let Some(flow) = F::find(&inner.key) else { return };
-    let Some(seen) = seen(skb) else { return };
+    let seen = seen(skb, &head);
     // SAFETY: as above.
     let flow = unsafe { &mut *flow };
     if flow.after(direction, &seen, inner.segment, rules) {
@@ -277,25 +297,30 @@ pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
     }
 }
 
-/// A packet inside of a tunnel packet, whose IP header begins at an offset: the flow, if it may
-/// go straight to the pod, else null. Nothing is noted; on the other way it comes by the tunnel's
-/// device.
+/// A packet inside of a tunnel packet of `len` bytes, whose IP header begins at an offset: the
+/// flow, if it may go straight to the pod. Nothing is noted; on the other way it comes by the
+/// tunnel's device.
 #[inline(always)]
-pub fn look_inside<F: Family>(skb: Skb, at: u32, rules: &FlowRules) -> *mut Flow {
-    let Some(inner) = F::read(skb, at, Direction::In) else { return null_mut() };
-    let len = skb.len().saturating_sub(at);
+pub fn look_inside<F: Family, H: Header>(
+    head: &H,
+    at: usize,
+    len: u32,
+    rules: &FlowRules,
+) -> Option<&'static mut Flow> {
+    let inner = F::read(head, at, Direction::In)?;
     if inner.segment != Segment::Plain
         || !F::is_ours(rules, &inner.key)
-        || !inner.may_bypass(len, 0, F::mtu(rules))
+        || !inner.may_bypass(len.saturating_sub(at as u32), 0, F::mtu(rules))
     {
-        return null_mut();
+        return None;
     }
-    let Some(flow) = F::find(&inner.key) else { return null_mut() };
+    let flow = F::find(&inner.key)?;
     // SAFETY: a helper without conditions.
-    let now = unsafe { bpf_ktime_get_ns() };
+    let now = unsafe { bpf_ktime_get_coarse_ns() };
     let seen = Seen { ifindex: 0, frame: [0; 6], now };
     // SAFETY: as above.
-    if unsafe { &*flow }.may_pass(Direction::In, &seen, rules) { flow } else { null_mut() }
+    let flow = unsafe { &mut *flow };
+    flow.may_pass(Direction::In, &seen, rules).then_some(flow)
 }
 
 /// Whether the pod's device is there and takes a packet of this length.
@@ -310,7 +335,10 @@ pub fn takes(skb: Skb, ifindex: u32, shorter_by: u32) -> bool {
 /// Writes a frame's addresses.
 #[inline(always)]
 pub fn address(skb: Skb, frame: &FrameAddresses) -> bool {
-    skb.store(&Words(*frame))
+    skb.in_place::<ETHERNET_LEN>().is_some_and(|mut head| {
+        head.put(0, frame);
+        true
+    })
 }
 
 /// Counts a packet that bypassed the stack.

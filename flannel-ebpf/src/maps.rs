@@ -1,4 +1,4 @@
-//! The maps. All but the last four are pinned; their layout is `flannel_common::map`.
+//! The maps. All but the last five are pinned; their layout is `flannel_common::map`.
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
@@ -12,7 +12,10 @@ use flannel_common::{
     wire::Words,
 };
 
-use crate::decap::BURSTS;
+use crate::{
+    decap::BURSTS,
+    encap::{WAYS as WAYS_ROOM, Way},
+};
 
 const PEERS_ROOM: usize = MAX_PEERS as usize;
 const VTEPS_ROOM: usize = MAX_VTEPS as usize;
@@ -74,6 +77,10 @@ pub static LAST_LOGGED: Array<u64, 1> = Array::new();
 /// When a flow last sent a burst, in jiffies; see [`crate::decap::behind_burst`].
 #[btf_map]
 pub static BURST_JIFFIES: Array<u64, BURSTS> = Array::new();
+
+/// Ways into the tunnel over IPv4, by the last bits of the flows' hashes.
+#[btf_map]
+pub static WAYS: PerCpuArray<Way, WAYS_ROOM> = PerCpuArray::new();
 
 /// The next IP id of outer packets.
 #[btf_map]

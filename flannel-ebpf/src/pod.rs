@@ -88,7 +88,7 @@ fn send<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
     if config.switches & switch::ENCAP == 0 || !flows::takes(skb, ifindex, 0) {
         return TC_ACT_UNSPEC;
     }
-    if !F::hop(skb, flows::IP) || !flows::address(skb, &frame) {
+    if !F::hop(skb) || !flows::address(skb, &frame) {
         return TC_ACT_SHOT;
     }
     flows::count(flow, Direction::Out);

@@ -6,7 +6,7 @@ use flannel_common::{
     ecn::Decapsulate,
     encap::{HeadV4, HeadV6, OVERHEAD_V4, OVERHEAD_V6},
     outcome::Outcome,
-    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, Words},
+    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, Header, Words},
 };
 
 use crate::{decap, encap, skb::Skb};

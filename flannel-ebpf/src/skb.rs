@@ -1,14 +1,68 @@
 //! The kernel's packet, as the programs use it.
 
+use core::ptr::read_volatile;
+
 use aya_ebpf::{
     bindings::__sk_buff,
-    helpers::{bpf_skb_load_bytes, bpf_skb_store_bytes},
+    helpers::{bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes},
     programs::TcContext,
 };
-use flannel_common::{outcome::Outcome, outer::Packet, wire::Words};
+use flannel_common::{
+    outcome::Outcome,
+    outer::Packet,
+    wire::{Header, Words},
+};
 
 /// `PACKET_OTHERHOST` (`linux/if_packet.h`): the frame was sent to another host's MAC.
 const OTHER_HOST: u32 = 3;
+
+/// What is behind the IP header of the shortest packet worth a look: ports, length, checksum.
+const TRANSPORT_LEN: usize = 8;
+
+/// So many bytes are brought together where a driver has left headers apart: all headers over
+/// IPv6, and those inside.
+const GATHERED: u32 = 160;
+
+/// The start of a packet, in place. Any call that may change the packet ends its life: the
+/// verifier refuses to read on.
+#[derive(Clone, Copy)]
+pub struct Head<const SURE: usize> {
+    start: usize,
+    end: usize,
+}
+
+impl<const SURE: usize> Head<SURE> {
+    /// Writes words as they lie in memory, within the bytes that are sure to be there.
+    #[inline(always)]
+    pub fn put<const W: usize>(&mut self, offset: usize, words: &[u16; W]) {
+        let mut at = 0;
+        while at < W && offset + 2 * at + 2 <= SURE {
+            // SAFETY: the verifier has seen a comparison with the end.
+            unsafe { *((self.start + offset + 2 * at) as *mut u16) = words[at] };
+            at += 1;
+        }
+    }
+}
+
+impl<const SURE: usize> Header for Head<SURE> {
+    #[inline(always)]
+    fn word(&self, offset: usize) -> Option<u16> {
+        if offset + 2 > SURE && self.start + offset + 2 > self.end {
+            return None;
+        }
+        // SAFETY: the verifier has seen a comparison with the end, here or in `Skb::head`.
+        Some(unsafe { *((self.start + offset) as *const u16) })
+    }
+
+    #[inline(always)]
+    fn byte(&self, offset: usize) -> u8 {
+        if offset >= SURE && self.start + offset + 1 > self.end {
+            return 0;
+        }
+        // SAFETY: as above.
+        unsafe { *((self.start + offset) as *const u8) }
+    }
+}
 
 /// A packet in the kernel's hands: its parts may lie in several places.
 #[derive(Clone, Copy)]
@@ -88,9 +142,45 @@ impl Skb {
     }
 
     /// The bytes in one piece: where they begin, and where they end.
+    ///
+    /// Volatile, because LLVM would load them in a caller and hand them on, cut into halves that the
+    /// verifier takes for no packet's.
     #[inline(always)]
     pub fn linear(self) -> (usize, usize) {
-        (self.fields().data as usize, self.fields().data_end as usize)
+        let fields = self.fields();
+        // SAFETY: fields of a valid context.
+        let (start, end) =
+            unsafe { (read_volatile(&fields.data), read_volatile(&fields.data_end)) };
+        (start as usize, end as usize)
+    }
+
+    /// The start of the packet: at least `SURE` bytes, and more if they are there. `None` of a
+    /// shorter packet. Headers that the driver left elsewhere are first brought to the rest.
+    #[inline(always)]
+    pub fn head<const SURE: usize>(self) -> Option<Head<SURE>> {
+        let (start, end) = self.linear();
+        if start + SURE + TRANSPORT_LEN <= end {
+            return Some(Head { start, end });
+        }
+        self.gather::<SURE>()
+    }
+
+    /// The same of what is in one piece already.
+    #[inline(always)]
+    pub fn in_place<const SURE: usize>(self) -> Option<Head<SURE>> {
+        let (start, end) = self.linear();
+        (start + SURE <= end).then_some(Head { start, end })
+    }
+
+    #[inline(always)]
+    fn gather<const SURE: usize>(self) -> Option<Head<SURE>> {
+        let len = self.len();
+        // SAFETY: the kernel passes a valid context.
+        if unsafe { bpf_skb_pull_data(self.raw, if len < GATHERED { len } else { GATHERED }) } != 0
+        {
+            return None;
+        }
+        self.in_place()
     }
 
     /// Reads the first `LEN` bytes. Words beyond stay as they are.

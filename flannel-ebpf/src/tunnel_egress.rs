@@ -5,7 +5,6 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use flannel_common::{
-    encap::HeadV4,
     flow::{Direction, FlowRules},
     map::{Config, VtepKey, switch},
     outcome::Outcome,
@@ -87,11 +86,8 @@ fn send(skb: Skb, config: &Config) -> Result<i32, u32> {
 #[inline(never)]
 fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
     let skb = Skb::from(raw);
-    let mut head = HeadV4::ZERO;
     skb::pack(encap::inspect(skb).and_then(|inner| {
-        let vtep = encap::vtep(&inner.frame, VtepKey::V4)?;
-        let ifindex = encap::prepare_v4(skb, config, &inner, &vtep, &mut head)?;
-        encap::push_v4(skb, &head)?;
+        let ifindex = encap::push_over_v4(skb, config, &inner)?;
         Ok(encap::send(ifindex))
     }))
 }

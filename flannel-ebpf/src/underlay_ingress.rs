@@ -1,7 +1,5 @@
 //! TC ingress of the underlay device: refuse, take out of the tunnel, or leave to the kernel.
 
-use core::ptr::null_mut;
-
 use aya_ebpf::{
     bindings::{
         __sk_buff, BPF_F_INGRESS, BPF_FIB_LKUP_RET_NOT_FWDED, TC_ACT_SHOT, TC_ACT_UNSPEC,
@@ -15,19 +13,19 @@ use aya_log_ebpf::{
     macro_support::{Level, level_enabled},
 };
 use flannel_common::{
-    decap::{Addresses, ArrivedV4, Leases, NO_PEER, Plain, filter},
+    decap::{Addresses, Leases, NO_PEER, Plain, filter, plain_v4, plain_v6},
     ecn::Decapsulate,
     encap::{Ethernet, OVERHEAD_V4, OVERHEAD_V6},
-    flow::{Direction, Flow as FlowEntry, FlowRules},
-    map::{Config, Mac, OuterAddress, Tunnel, switch},
+    flow::Direction,
+    map::{Config, Mac, OuterAddress, switch},
     outcome::Outcome,
     outer::{self, Packet, Seen},
-    wire::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, UDP, v4_bytes, v6_bytes, v6_quarters},
+    wire::{ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, UDP, v6_bytes, v6_quarters},
 };
 
 use crate::{
     count,
-    decap::{self, Flow, Maps},
+    decap::{self, Flow, HeadV4, HeadV6, Maps},
     flows::{self, Family, V4, V6},
     maps,
     skb::{self, Skb},
@@ -98,13 +96,16 @@ fn concerns_port(skb: Skb, config: &Config) -> bool {
 /// none of ours.
 #[inline(always)]
 fn judge(skb: Skb, config: &Config) -> Option<(u32, i32)> {
-    let flow = find(skb);
     let plain = match skb.ethertype() {
-        ETHERTYPE_IPV4 => over_v4(skb.raw(), config, flow),
-        ETHERTYPE_IPV6 => over_v6(skb.raw(), config, flow, decap::checksum_fits_v6(skb.raw())),
+        ETHERTYPE_IPV4 => over_v4(skb.raw(), config),
+        ETHERTYPE_IPV6 => {
+            // Here, because the stack is short.
+            let fits = skb.head().map_or(0, |head| decap::checksum_fits_v6(skb, &head));
+            over_v6(skb.raw(), config, fits)
+        }
         _ => return None,
     };
-    let packed = if plain == UNUSUAL { unusual(skb.raw(), config) } else { plain };
+    let packed = if plain == UNUSUAL { underlay_unusual(skb.raw()) } else { plain };
     if packed == OTHER { None } else { Some(unpack(packed)) }
 }
 
@@ -125,62 +126,59 @@ fn unpack(packed: i64) -> (u32, i32) {
 }
 
 #[inline(never)]
-fn over_v4(raw: *mut __sk_buff, config: &Config, flow: *mut FlowEntry) -> i64 {
+fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
     let skb = Skb::from(raw);
-    let mut words = ArrivedV4::ZERO;
-    let Some(mut plain) = decap::take_v4(skb, config, &mut words) else { return UNUSUAL };
-    plain.checksum_fits = decap::checksum_fits_v4(&words);
-    let destination = v4_bytes(&words.words(DESTINATION_V4 as usize));
-    if OuterAddress::from_v4(destination) != config.v4.local {
+    let Some(head): Option<HeadV4> = skb.head() else { return UNUSUAL };
+    let Some(mut plain) = plain_v4(&head, skb.len(), config) else { return UNUSUAL };
+    let destination = OuterAddress::from_v4_words(head.words(DESTINATION_V4 as usize));
+    if destination != config.v4.local {
         return UNUSUAL;
     }
-    let tunnel = &config.v4;
-    let (source_port, frame) = (words.raw16(14 + 20), decap::frame_v4(&words));
-    let arrived = Arrived { source_port, overhead: OVERHEAD_V4, frame, flow };
-    pack(plain_packet(skb, config, tunnel, &plain, &arrived))
+    plain.checksum_fits = decap::checksum_fits_v4(skb, &head);
+    let source_port = head.raw16(14 + 20);
+    let arrived = Arrived { head, source_port, overhead: OVERHEAD_V4 };
+    pack(plain_packet::<V4, _>(skb, config, &plain, &arrived))
 }
 
 #[inline(never)]
-fn over_v6(raw: *mut __sk_buff, config: &Config, flow: *mut FlowEntry, checksum_fits: u64) -> i64 {
+fn over_v6(raw: *mut __sk_buff, config: &Config, checksum_fits: u64) -> i64 {
     let skb = Skb::from(raw);
-    let Some(words) = maps::scratch() else { return UNUSUAL };
-    let Some(mut plain) = decap::take_v6(skb, config, words) else { return UNUSUAL };
-    plain.checksum_fits = checksum_fits != 0;
-    let destination = v6_bytes(&words.words(DESTINATION_V6 as usize));
+    let Some(head): Option<HeadV6> = skb.head() else { return UNUSUAL };
+    let Some(mut plain) = plain_v6(&head, skb.len(), config) else { return UNUSUAL };
+    let destination = v6_bytes(&head.words(DESTINATION_V6 as usize));
     if OuterAddress::from_v6(destination) != config.v6.local {
         return UNUSUAL;
     }
-    let tunnel = &config.v6;
-    let (source_port, frame) = (words.raw16(14 + 40), decap::frame_v6(words));
-    let arrived = Arrived { source_port, overhead: OVERHEAD_V6, frame, flow };
-    pack(plain_packet(skb, config, tunnel, &plain, &arrived))
+    plain.checksum_fits = checksum_fits != 0;
+    let source_port = head.raw16(14 + 40);
+    let arrived = Arrived { head, source_port, overhead: OVERHEAD_V6 };
+    pack(plain_packet::<V6, _>(skb, config, &plain, &arrived))
 }
 
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn unusual(raw: *mut __sk_buff, config: &Config) -> i64 {
+extern "C" fn underlay_unusual(raw: *mut __sk_buff) -> i64 {
+    let Some(config) = maps::CONFIG.get(0) else { return OTHER };
     unusual_packet(Skb::from(raw), config).map_or(OTHER, pack)
 }
 
 /// What else matters of a packet with the usual headers.
-struct Arrived {
+struct Arrived<H> {
+    /// Its bytes: those of a plain packet.
+    head: H,
     /// The outer source port, as on the wire.
     source_port: u16,
     /// The length of the headers before the inner frame's IP packet, Ethernet left out.
     overhead: usize,
-    /// The inner Ethernet header.
-    frame: Ethernet,
-    /// The flow of what is inside, if it goes straight to a pod; else null.
-    flow: *mut FlowEntry,
 }
 
 /// A packet with the usual headers, to the tunnel's address.
 #[inline(always)]
-fn plain_packet(
+fn plain_packet<F: Family, H: Header>(
     skb: Skb,
     config: &Config,
-    tunnel: &Tunnel,
     plain: &Plain,
-    arrived: &Arrived,
+    arrived: &Arrived<H>,
 ) -> (Outcome, i32) {
     let peer = match filter(&Maps, config, &plain.source, plain.frame_to, &plain.addresses) {
         Ok(peer) => peer,
@@ -201,7 +199,7 @@ fn plain_packet(
     } else if flow.behind_burst() {
         return (Outcome::BehindBurst, NEXT);
     } else {
-        take_out(skb, config, tunnel, plain, arrived)
+        take_out::<F, H>(skb, config, plain, arrived)
     };
     match taken {
         Ok(action) => (Outcome::Decapsulated, action),
@@ -213,109 +211,80 @@ fn plain_packet(
     }
 }
 
-/// Takes a packet out and hands it to the tunnel device's ingress.
+/// Takes a packet out and hands it to the pod if its flow is promoted, else to the tunnel device's
+/// ingress.
 #[inline(always)]
-fn take_out(
+fn take_out<F: Family, H: Header>(
     skb: Skb,
     config: &Config,
-    tunnel: &Tunnel,
     plain: &Plain,
-    arrived: &Arrived,
+    arrived: &Arrived<H>,
 ) -> Result<i32, Outcome> {
+    let Arrived { head, overhead, .. } = arrived;
+    let tunnel = F::tunnel(config);
     let ecn = plain.decapsulate(tunnel, config.switches & switch::FILTER != 0)?;
-    if let Some(action) = straight_to_pod(skb, arrived.overhead, ecn, arrived.flow)? {
-        return Ok(action);
+    let frame: Ethernet = head.words(*overhead);
+    if flows::rules().is_some() && flows::is_plain(skb) {
+        let set_ce = u32::from(ecn == Decapsulate::SetCe);
+        let packed = if *overhead == OVERHEAD_V4 {
+            underlay_to_pod_v4(skb.raw(), set_ce)
+        } else {
+            underlay_to_pod_v6(skb.raw(), set_ce)
+        };
+        match skb::unpack(packed) {
+            Ok(NEXT) => (),
+            Ok(action) => return Ok(action),
+            Err(outcome) if outcome == Outcome::DropNoMemory.index() => {
+                return Err(Outcome::DropNoMemory);
+            }
+            Err(_) => return Err(Outcome::Unusual),
+        }
     }
     if !exists(skb, tunnel.ifindex) {
         return Err(Outcome::NoDevice);
     }
-    decap::strip(skb, arrived.overhead, &arrived.frame, ecn)?;
+    decap::strip(skb, *overhead, &frame, ecn)?;
     // SAFETY: a helper without conditions.
     Ok(unsafe { bpf_redirect(tunnel.ifindex, u64::from(BPF_F_INGRESS)) } as i32)
 }
 
-/// Takes a packet of a promoted flow out and hands it to the pod. `None`: the tunnel device's
-/// ingress is next.
+/// Takes a packet of a promoted flow out and hands it to the pod. [`NEXT`]: it is none.
+///
+/// This and other functions are visible from outside, so that the kernel verifies each once and for
+/// itself, not in every state of its caller.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn underlay_to_pod_v4(raw: *mut __sk_buff, set_ce: u32) -> i64 {
+    let head: Option<HeadV4> = Skb::from(raw).in_place();
+    skb::pack(head.map_or(Ok(NEXT), |head| to_pod::<V4, _>(raw.into(), &head, OVERHEAD_V4, set_ce)))
+}
+
+/// See `underlay_to_pod_v4`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn underlay_to_pod_v6(raw: *mut __sk_buff, set_ce: u32) -> i64 {
+    let head: Option<HeadV6> = Skb::from(raw).in_place();
+    skb::pack(head.map_or(Ok(NEXT), |head| to_pod::<V6, _>(raw.into(), &head, OVERHEAD_V6, set_ce)))
+}
+
 #[inline(always)]
-fn straight_to_pod(
+fn to_pod<F: Family, H: Header>(
     skb: Skb,
-    overhead: usize,
-    ecn: Decapsulate,
-    flow: *mut FlowEntry,
-) -> Result<Option<i32>, Outcome> {
-    if flow.is_null() {
-        return Ok(None);
-    }
-    let set_ce = u32::from(ecn == Decapsulate::SetCe);
-    let packed = if overhead == OVERHEAD_V4 {
-        straight_v4(skb.raw(), flow, set_ce)
-    } else {
-        straight_v6(skb.raw(), flow, set_ce)
-    };
-    match skb::unpack(packed) {
-        Ok(TC_ACT_UNSPEC) => Ok(None),
-        Ok(action) => Ok(Some(action)),
-        Err(_) => Err(flows::HALF_DONE),
-    }
-}
-
-/// Looks for the flow of what is inside, before anything is judged: by calls beside those that
-/// judge, because the stack is short. Null if there is none that goes straight to a pod.
-#[inline(always)]
-fn find(skb: Skb) -> *mut FlowEntry {
-    let Some(rules) = flows::rules() else { return null_mut() };
-    if skb.gso_size() != 0 || !flows::is_plain(skb) {
-        return null_mut();
-    }
-    match skb.ethertype() {
-        ETHERTYPE_IPV4 => find_v4(skb.raw(), rules),
-        ETHERTYPE_IPV6 => find_v6(skb.raw(), rules),
-        _ => null_mut(),
-    }
-}
-
-#[inline(never)]
-fn find_v4(raw: *mut __sk_buff, rules: &FlowRules) -> *mut FlowEntry {
-    flows::look_inside::<V4>(Skb::from(raw), flows::IP + OVERHEAD_V4 as u32, rules)
-}
-
-#[inline(never)]
-fn find_v6(raw: *mut __sk_buff, rules: &FlowRules) -> *mut FlowEntry {
-    flows::look_inside::<V6>(Skb::from(raw), flows::IP + OVERHEAD_V6 as u32, rules)
-}
-
-#[inline(never)]
-fn straight_v4(raw: *mut __sk_buff, flow: *mut FlowEntry, set_ce: u32) -> i64 {
-    skb::pack(straight::<V4>(Skb::from(raw), flow, OVERHEAD_V4, set_ce))
-}
-
-#[inline(never)]
-fn straight_v6(raw: *mut __sk_buff, flow: *mut FlowEntry, set_ce: u32) -> i64 {
-    skb::pack(straight::<V6>(Skb::from(raw), flow, OVERHEAD_V6, set_ce))
-}
-
-#[inline(always)]
-fn straight<F: Family>(
-    skb: Skb,
-    flow: *mut FlowEntry,
+    head: &H,
     overhead: usize,
     set_ce: u32,
 ) -> Result<i32, Outcome> {
-    // SAFETY: a valid pointer into the map, which the caller has compared with null.
-    let flow = unsafe { &mut *flow };
+    let Some(rules) = flows::rules() else { return Ok(NEXT) };
+    let flow = flows::look_inside::<F, H>(head, flows::IP + overhead, skb.len(), rules);
+    let Some(flow) = flow else { return Ok(NEXT) };
     let ifindex = flow.pod_ifindex;
     if !flows::takes(skb, ifindex, overhead as u32) {
         return Ok(NEXT);
     }
     let frame = flows::ethernet(&flow.pod_frame, F::ETHERTYPE);
     let ecn = if set_ce == 0 { Decapsulate::Keep } else { Decapsulate::SetCe };
-    match decap::strip(skb, overhead, &frame, ecn) {
-        Ok(()) => (),
-        Err(Outcome::DropNoMemory) => return Err(flows::HALF_DONE),
-        // Nothing was changed.
-        Err(_) => return Ok(NEXT),
-    }
-    if !F::hop(skb, flows::IP) {
+    decap::strip(skb, overhead, &frame, ecn)?;
+    if !F::hop(skb) {
         return Err(flows::HALF_DONE);
     }
     flows::count(flow, Direction::In);
@@ -339,7 +308,7 @@ fn unusual_packet(skb: Skb, config: &Config) -> Option<(Outcome, i32)> {
                 Outcome::Malformed => Outcome::DropMalformed,
                 other => return Some((other, NEXT)),
             };
-            let refuse = filtering && for_us(skb, config);
+            let refuse = filtering && for_us(skb);
             return Some(if refuse { (refused, TC_ACT_SHOT) } else { (outcome, NEXT) });
         }
         Seen::Tunnel { source, inner, fragment } => (source, inner, fragment),
@@ -348,8 +317,8 @@ fn unusual_packet(skb: Skb, config: &Config) -> Option<(Outcome, i32)> {
         .map(|(frame_to, addresses)| filter(&Maps, config, &source, frame_to, &addresses));
     let peer = match judged {
         Some(Ok(peer)) => peer,
-        Some(Err(refused)) if for_us(skb, config) => return Some((refused, TC_ACT_SHOT)),
-        None if filtering && for_us(skb, config) => {
+        Some(Err(refused)) if for_us(skb) => return Some((refused, TC_ACT_SHOT)),
+        None if filtering && for_us(skb) => {
             return Some((Outcome::DropMalformed, TC_ACT_SHOT));
         }
         Some(Err(_)) | None => Maps.peer(&source).map_or(NO_PEER, |peer| peer.index),
@@ -393,7 +362,19 @@ fn inner_of(skb: &Skb, frame: u32) -> Option<(Mac, Addresses)> {
 /// Whether the packet is sent to an address of this host. What is on its way to others is
 /// nobody's to judge here.
 #[inline(always)]
-fn for_us(skb: Skb, config: &Config) -> bool {
+fn for_us(skb: Skb) -> bool {
+    underlay_for_us(skb.raw()) != 0
+}
+
+/// See `underlay_to_pod_v4`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn underlay_for_us(raw: *mut __sk_buff) -> i64 {
+    i64::from(maps::CONFIG.get(0).is_some_and(|config| is_local(Skb::from(raw), config)))
+}
+
+#[inline(always)]
+fn is_local(skb: Skb, config: &Config) -> bool {
     // SAFETY: all zeros are a valid value.
     let mut fib: FibLookup = unsafe { core::mem::zeroed() };
     if skb.ethertype() == ETHERTYPE_IPV4 {

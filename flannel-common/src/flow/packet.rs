@@ -4,13 +4,12 @@
 //! (RFC 9293) and UDP (RFC 768). Every read is bounded by the packet.
 
 use super::{Direction, Flow4Key, Flow6Key, Segment};
-use crate::outer::Packet;
+use crate::wire::{Header, IPV4_LEN, IPV6_LEN, TCP, UDP, is_fragment, v4_bytes};
 
-const TCP: u8 = 6;
-const UDP: u8 = 17;
-const IPV4_LEN: u32 = 20;
-const IPV6_LEN: u32 = 40;
-const UDP_LEN: u32 = 8;
+/// Lengths as packets tell them.
+const V4_HEADER: u32 = 20;
+const V6_HEADER: u32 = 40;
+const UDP_HEADER: u32 = 8;
 
 const FIN: u8 = 0x01;
 const SYN: u8 = 0x02;
@@ -58,7 +57,7 @@ pub const fn checksum_after_hop(checksum: u16) -> u16 {
     (if sum >= 0xffff { sum + 1 } else { sum }) as u16
 }
 
-/// The tuple's parts in the order of the wire.
+/// What TCP and UDP have; the ports in network order.
 struct Ports {
     source: [u8; 2],
     destination: [u8; 2],
@@ -66,91 +65,111 @@ struct Ports {
     headers: u32,
 }
 
+impl Ports {
+    /// The ports in a key, as they lie in memory.
+    #[inline(always)]
+    fn of_key(&self, direction: Direction) -> u32 {
+        let (local, remote) = match direction {
+            Direction::Out => (self.source, self.destination),
+            Direction::In => (self.destination, self.source),
+        };
+        bytemuck::cast([local, remote])
+    }
+}
+
+/// The last four bytes of a key.
+#[inline(always)]
+fn last(protocol: u8) -> u32 {
+    u32::from_ne_bytes([protocol, 0, 0, 0])
+}
+
 /// Reads an IPv4 packet that begins at an offset.
 #[inline(always)]
-pub fn v4<P: Packet + ?Sized>(
-    packet: &P,
-    at: u32,
+pub fn v4<H: Header + ?Sized>(
+    packet: &H,
+    at: usize,
     direction: Direction,
 ) -> Option<Inner<Flow4Key>> {
-    let header: [u8; 20] = packet.bytes(at)?;
-    let [version_ihl, traffic_class, len_high, len_low, _, _, frag_high, frag_low, rest @ ..] =
-        header;
-    let [hop_limit, protocol, _, _, addresses @ ..] = rest;
-    // More fragments, or an offset.
-    if version_ihl != 0x45 || frag_high & 0x3f != 0 || frag_low != 0 {
+    // The last word of the header: all of it is there.
+    packet.word(at + IPV4_LEN - 2)?;
+    if packet.byte(at) != 0x45 || is_fragment(packet.be16(at + 6)) {
         return None;
     }
+    let protocol = packet.byte(at + 9);
     let ports = ports(packet, at + IPV4_LEN, protocol)?;
-    let [source, destination]: [[u8; 4]; 2] = bytemuck::cast(addresses);
-    let (local, remote, local_port, remote_port) = match direction {
-        Direction::Out => (source, destination, ports.source, ports.destination),
-        Direction::In => (destination, source, ports.destination, ports.source),
+    let source = v4_bytes(&packet.words(at + 12));
+    let destination = v4_bytes(&packet.words(at + 16));
+    let (local, remote) = match direction {
+        Direction::Out => (source, destination),
+        Direction::In => (destination, source),
     };
+    let [local, remote] = [local, remote].map(u32::from_ne_bytes);
     Some(Inner {
-        key: Flow4Key { local, remote, local_port, remote_port, protocol, reserved: [0; 3] },
+        // A field at a time, BPF would make it of single bytes.
+        key: bytemuck::cast([local, remote, ports.of_key(direction), last(protocol)]),
         segment: ports.segment,
-        hop_limit,
-        traffic_class,
-        length: u32::from(u16::from_be_bytes([len_high, len_low])),
-        headers: IPV4_LEN + ports.headers,
+        hop_limit: packet.byte(at + 8),
+        traffic_class: packet.byte(at + 1),
+        length: u32::from(packet.be16(at + 2)),
+        headers: V4_HEADER + ports.headers,
     })
 }
 
 /// Reads an IPv6 packet that begins at an offset.
 #[inline(always)]
-pub fn v6<P: Packet + ?Sized>(
-    packet: &P,
-    at: u32,
+pub fn v6<H: Header + ?Sized>(
+    packet: &H,
+    at: usize,
     direction: Direction,
 ) -> Option<Inner<Flow6Key>> {
-    let [first, second, _, _, len_high, len_low, protocol, hop_limit]: [u8; 8] =
-        packet.bytes(at)?;
-    if first >> 4 != 6 {
+    packet.word(at + IPV6_LEN - 2)?;
+    let first = packet.be16(at);
+    if first >> 12 != 6 {
         return None;
     }
+    let protocol = packet.byte(at + 6);
     let ports = ports(packet, at + IPV6_LEN, protocol)?;
-    // Read to where they stay: in BPF the stack is short.
-    let (local_at, remote_at, local_port, remote_port) = match direction {
-        Direction::Out => (8, 24, ports.source, ports.destination),
-        Direction::In => (24, 8, ports.destination, ports.source),
+    let (local_at, remote_at) = match direction {
+        Direction::Out => (8, 24),
+        Direction::In => (24, 8),
     };
-    let key = Flow6Key {
-        local: packet.bytes(at + local_at)?,
-        remote: packet.bytes(at + remote_at)?,
-        local_port,
-        remote_port,
-        protocol,
-        reserved: [0; 3],
-    };
-    let payload = u32::from(u16::from_be_bytes([len_high, len_low]));
+    let [local_high, local_low]: [u64; 2] = bytemuck::cast(packet.words::<8>(at + local_at));
+    let [remote_high, remote_low]: [u64; 2] = bytemuck::cast(packet.words::<8>(at + remote_at));
+    let end: u64 = bytemuck::cast([ports.of_key(direction), last(protocol)]);
+    let key = bytemuck::cast([local_high, local_low, remote_high, remote_low, end]);
+    let payload = u32::from(packet.be16(at + 4));
+    let [_, traffic_class] = (first >> 4).to_be_bytes();
     Some(Inner {
         key,
         segment: ports.segment,
-        hop_limit,
-        traffic_class: first << 4 | second >> 4,
-        length: if payload == 0 { 0 } else { IPV6_LEN + payload },
-        headers: IPV6_LEN + ports.headers,
+        hop_limit: packet.byte(at + 7),
+        traffic_class,
+        length: if payload == 0 { 0 } else { V6_HEADER + payload },
+        headers: V6_HEADER + ports.headers,
     })
 }
 
 #[inline(always)]
-fn ports<P: Packet + ?Sized>(packet: &P, at: u32, protocol: u8) -> Option<Ports> {
-    match protocol {
+fn ports<H: Header + ?Sized>(packet: &H, at: usize, protocol: u8) -> Option<Ports> {
+    let (segment, headers) = match protocol {
         UDP => {
-            let [a, b, c, d, ..]: [u8; 8] = packet.bytes(at)?;
-            let (source, destination) = ([a, b], [c, d]);
-            Some(Ports { source, destination, segment: Segment::Plain, headers: UDP_LEN })
+            packet.word(at + 6)?;
+            (Segment::Plain, UDP_HEADER)
         }
         TCP => {
-            let [a, b, c, d] = packet.bytes(at)?;
-            let [offset, flags]: [u8; 2] = packet.bytes(at + 12)?;
+            let [offset, flags] = packet.word(at + 12)?.to_ne_bytes();
             let headers = u32::from(offset >> 4) * 4;
-            let segment = if headers < 20 { Segment::Odd } else { segment(flags) };
-            Some(Ports { source: [a, b], destination: [c, d], segment, headers })
+            (if headers < 20 { Segment::Odd } else { segment(flags) }, headers)
         }
-        _ => None,
-    }
+        _ => return None,
+    };
+    let (source, destination) = (packet.raw16(at), packet.raw16(at + 2));
+    Some(Ports {
+        source: source.to_ne_bytes(),
+        destination: destination.to_ne_bytes(),
+        segment,
+        headers,
+    })
 }
 
 #[inline(always)]

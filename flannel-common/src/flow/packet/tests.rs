@@ -160,7 +160,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_survived(bytes: Vec<u8>, at in 0_u32..40) {
+    fn any_bytes_are_survived(bytes: Vec<u8>, at in 0_usize..40) {
         let _ = v4(bytes.as_slice(), at, Direction::Out);
         let _ = v6(bytes.as_slice(), at, Direction::In);
     }
