@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr, time::Instant};
 
 use flannel_lab::{
     craft,
-    generated::{self, Ends},
+    generated::{self, Ends, Recipe},
     outcomes,
     prelude::*,
 };
@@ -54,8 +54,8 @@ fn observe(flags: &[&str], offload: bool, seed: u64) -> Result<Observed> {
                 _ => bail!("addresses of {} and {}", from.name(), to.name()),
             };
             let macs = (gateway_mac(from, address)?, own_mac(from)?);
-            let packets = generated::packets(seed, COUNT, ends, macs, offload);
-            generated::send(from.ns(), "eth0", &packets)?;
+            let recipe = Recipe { seed, ends, macs, merged: offload, open: true, tuple: None };
+            generated::send(from.ns(), "eth0", &generated::packets(&recipe, COUNT))?;
             ensure!(traffic::ping(from.ns(), peer, 1)? == 1, "{peer} is lost");
         }
         quiet(&at_pod)?;
@@ -116,7 +116,8 @@ fn note(seen: &mut Seen, packet: &[u8], whole: &[u8], sources: &[IpAddr]) {
         }
         Some(6) if packet.len() >= 40 => {
             let source: [u8; 16] = packet[8..24].try_into().unwrap_or_default();
-            let other = packet[6] == 58 && packet.get(40) != Some(&129);
+            let generated = matches!(packet.get(40), Some(129 | 1..=4));
+            let other = packet[6] == 58 && !generated;
             ((6, word(2)), IpAddr::from(source), other)
         }
         _ => return,
