@@ -21,6 +21,7 @@
 //! ```
 
 pub mod agent;
+pub mod arrivals;
 pub mod base64;
 pub mod bench;
 pub mod capture;
