@@ -45,6 +45,7 @@ pub mod node;
 pub mod outcomes;
 pub mod pod;
 pub mod process;
+pub mod promoted;
 pub mod run;
 pub mod traffic;
 pub mod udp_proxy;
