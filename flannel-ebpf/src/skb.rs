@@ -7,7 +7,9 @@ use aya_ebpf::{
 };
 use flannel_common::{outcome::Outcome, outer::Packet, wire::Words};
 
-/// `PACKET_OTHERHOST` (`linux/if_packet.h`): the frame was sent to another host's MAC.
+/// `PACKET_HOST` (`linux/if_packet.h`): the frame was sent to the device's own MAC.
+const THIS_HOST: u32 = 0;
+/// `PACKET_OTHERHOST`: the frame was sent to another host's MAC.
 const OTHER_HOST: u32 = 3;
 
 /// A packet in the kernel's hands: its parts may lie in several places.
@@ -49,6 +51,12 @@ impl Skb {
     #[inline(always)]
     pub fn ethertype(self) -> u16 {
         u16::from_be(self.fields().protocol as u16)
+    }
+
+    /// Whether the frame was sent to this host's MAC, and not to many.
+    #[inline(always)]
+    pub fn for_this_host(self) -> bool {
+        self.fields().pkt_type == THIS_HOST
     }
 
     /// Whether the frame was sent to another host's MAC.

@@ -55,6 +55,8 @@ pub struct Recipe {
     pub macs: (Mac, Mac),
     /// Whether packets merged from several are among them.
     pub merged: bool,
+    /// Whether frames with VLAN tags are among them.
+    pub tagged: bool,
     /// Whether checksums that a device has to complete are among them.
     pub open: bool,
     /// Only packets of this connection, none of which opens or ends it; else of any.
@@ -68,6 +70,16 @@ pub struct Generated {
 }
 
 impl Generated {
+    /// A frame that needs nothing done to it.
+    pub fn from_frame(frame: &[u8]) -> Self {
+        Self { bytes: [&[0; VNET_HEADER_LEN][..], frame].concat() }
+    }
+
+    /// Sends it to another MAC.
+    pub fn readdress(&mut self, to: Mac) {
+        self.bytes[VNET_HEADER_LEN..VNET_HEADER_LEN + 6].copy_from_slice(&to);
+    }
+
     /// The frame alone: all there is to it, if it is neither merged nor open.
     pub fn frame(&self) -> &[u8] {
         &self.bytes[VNET_HEADER_LEN..]
@@ -86,7 +98,7 @@ fn packet(random: &mut Random, number: u16, recipe: &Recipe) -> Generated {
     let v6 = matches!(recipe.ends, Ends::V6(..));
     let gso = recipe.merged && random.below(6) == 0;
     let ip = if v6 { header::v6(random, number, gso) } else { header::v4(random, number, gso) };
-    let tags = tags(random);
+    let tags = if recipe.tagged { tags(random) } else { Vec::new() };
     // A device takes a tag on top of its MTU, but not everybody's.
     let room = LONGEST - tags.len() - ip.len();
     let mut transport = Transport::random(random, v6, gso, room, recipe);

@@ -11,11 +11,6 @@ use flannel_lab::{
     prelude::*,
 };
 
-/// One subnet to lease, so that every run's packets are the same.
-const DUAL: &str = r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.50.0","SubnetMax":"10.77.50.0",
-    "EnableIPv6":true,"IPv6Network":"fd77::/48","IPv6SubnetMin":"fd77:0:0:50::",
-    "IPv6SubnetMax":"fd77:0:0:50::","Backend":{"Type":"vxlan"}}"#;
-
 /// Packets of each family, direction and seed; at most 1024, for the ids' sake.
 const COUNT: u16 = 1000;
 
@@ -32,15 +27,7 @@ struct Observed {
 /// Sends the same packets through a network whose agent runs with these flags.
 fn observe(flags: &[&str], offload: bool, seed: u64) -> Result<Observed> {
     let lab = Lab::new()?;
-    let duo = Duo::start(&lab, LocalStore::new(&lab)?, DUAL, true, flags)?;
-    let state = if offload { "on" } else { "off" };
-    for node in [&duo.alder, duo.birch.node()] {
-        node.run(&format!("ethtool -K eth0 tx {state}"))?;
-        // What the receiver merges depends on the moment.
-        for device in ["flannel.1", "flannel-v6.1"] {
-            node.run(&format!("ethtool -K {device} gro off"))?;
-        }
-    }
+    let duo = Duo::repeatable(&lab, LocalStore::new(&lab)?, flags, offload)?;
     let mut observed = Observed::default();
     for (from, to) in [(&duo.ours, &duo.theirs), (&duo.theirs, &duo.ours)] {
         let wire = Capture::start(duo.birch.node().ns(), "eth0")?;
@@ -52,7 +39,8 @@ fn observe(flags: &[&str], offload: bool, seed: u64) -> Result<Observed> {
                 _ => bail!("addresses of {} and {}", from.name(), to.name()),
             };
             let macs = (from.gateway_mac(address)?, from.mac()?);
-            let recipe = Recipe { seed, ends, macs, merged: offload, open: true, tuple: None };
+            let recipe =
+                Recipe { seed, ends, macs, merged: offload, tagged: true, open: true, tuple: None };
             generated::send(from.ns(), "eth0", &generated::packets(&recipe, COUNT))?;
             ensure!(traffic::ping(from.ns(), peer, 1)? == 1, "{peer} is lost");
         }

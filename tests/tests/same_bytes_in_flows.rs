@@ -19,11 +19,6 @@ use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, SockaddrStorage, bind, connect, setsockopt, socket, sockopt,
 };
 
-/// One subnet to lease, so that every run's packets are the same.
-const DUAL: &str = r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.50.0","SubnetMax":"10.77.50.0",
-    "EnableIPv6":true,"IPv6Network":"fd77::/48","IPv6SubnetMin":"fd77:0:0:50::",
-    "IPv6SubnetMax":"fd77:0:0:50::","Backend":{"Type":"vxlan"}}"#;
-
 /// Longer than a leg of the story takes: once promoted, all that may go past the stack does.
 const INTERVAL: &str = "--flow-interval-ms=60000";
 
@@ -108,15 +103,7 @@ struct Observed {
 /// flags.
 fn observe(flags: &[&str], offload: bool, tcp: bool) -> Result<Observed> {
     let lab = Lab::new()?;
-    let duo = Duo::start(&lab, LocalStore::new(&lab)?, DUAL, true, flags)?;
-    let state = if offload { "on" } else { "off" };
-    for node in [&duo.alder, duo.birch.node()] {
-        node.run(&format!("ethtool -K eth0 tx {state}"))?;
-        // What the receiver merges depends on the moment.
-        for device in ["flannel.1", "flannel-v6.1"] {
-            node.run(&format!("ethtool -K {device} gro off"))?;
-        }
-    }
+    let duo = Duo::repeatable(&lab, LocalStore::new(&lab)?, flags, offload)?;
     let in_flows = flags.contains(&"--fast-path=flows");
     let mut observed = Observed::default();
     for (number, (ours, theirs)) in
@@ -153,6 +140,7 @@ fn observe(flags: &[&str], offload: bool, tcp: bool) -> Result<Observed> {
                 ends,
                 macs: (from.gateway_mac(source)?, from.mac()?),
                 merged: offload,
+                tagged: true,
                 open: true,
                 tuple: Some(tuple),
             };
