@@ -15,7 +15,7 @@ use flannel_common::{
     map::{Config, Tunnel},
     outcome::Outcome,
     outer::Packet,
-    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV4_LEN, IPV6_LEN},
+    wire::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Header, IPV4_LEN, IPV6_LEN, TCP},
 };
 
 use crate::{
@@ -329,7 +329,27 @@ pub fn takes(skb: Skb, ifindex: u32, shorter_by: u32) -> bool {
     let mut mtu = 0;
     let delta = -(shorter_by as i32);
     // SAFETY: the helper writes one number.
-    ifindex != 0 && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } == 0
+    ifindex != 0
+        && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } == 0
+        // The helper takes a merged packet for one that fits. The number it wrote is the MTU.
+        && (skb.gso_size() == 0 || segment_len(skb).is_some_and(|len| len <= mtu))
+}
+
+/// The length from the IP header on of each packet that a merged one is made of, which may bypass
+/// the stack: it has neither options nor extension headers.
+#[inline(always)]
+fn segment_len(skb: Skb) -> Option<u32> {
+    const IP: u32 = ETHERNET_LEN as u32;
+    let (header, protocol_at) =
+        if skb.ethertype() == ETHERTYPE_IPV4 { (20, IP + 9) } else { (40, IP + 6) };
+    let [protocol] = skb.bytes(protocol_at)?;
+    let transport = if protocol == TCP {
+        let [offset] = skb.bytes(IP + header + 12)?;
+        u32::from(offset >> 4) * 4
+    } else {
+        8
+    };
+    Some(header + transport + skb.gso_size())
 }
 
 /// Writes a frame's addresses.

@@ -13,7 +13,9 @@ use flannel_common::{
     wire::{Header, Words},
 };
 
-/// `PACKET_OTHERHOST` (`linux/if_packet.h`): the frame was sent to another host's MAC.
+/// `PACKET_HOST` (`linux/if_packet.h`): the frame was sent to the device's own MAC.
+const THIS_HOST: u32 = 0;
+/// `PACKET_OTHERHOST`: the frame was sent to another host's MAC.
 const OTHER_HOST: u32 = 3;
 
 /// What is behind the IP header of the shortest packet worth a look: ports, length, checksum.
@@ -103,6 +105,12 @@ impl Skb {
     #[inline(always)]
     pub fn ethertype(self) -> u16 {
         u16::from_be(self.fields().protocol as u16)
+    }
+
+    /// Whether the frame was sent to this host's MAC, and not to many.
+    #[inline(always)]
+    pub fn for_this_host(self) -> bool {
+        self.fields().pkt_type == THIS_HOST
     }
 
     /// Whether the frame was sent to another host's MAC.

@@ -25,7 +25,8 @@ use crate::{
 pub fn run(ctx: &TcContext) -> i32 {
     let skb = Skb::new(ctx);
     let Some(rules) = flows::rules() else { return TC_ACT_UNSPEC };
-    if !flows::is_plain(skb) || skb.for_other_host() {
+    // The stack forwards no broadcast.
+    if !flows::is_plain(skb) || !skb.for_this_host() {
         return TC_ACT_UNSPEC;
     }
     match skb.ethertype() {

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::{AsRawFd, FromRawFd, OwnedFd},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread::JoinHandle,
@@ -57,7 +57,7 @@ impl Capture {
 
     /// What was captured so far.
     pub fn frames(&self) -> Vec<Frame> {
-        self.frames.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.frames).clone()
     }
 
     /// Waits for a frame that `pick` makes something of.
@@ -68,6 +68,18 @@ impl Capture {
         mut pick: impl FnMut(&Frame) -> Option<T>,
     ) -> Result<T> {
         eventually(what, within, || Ok(self.frames().iter().find_map(&mut pick)))
+    }
+
+    /// Waits until nothing comes any more.
+    pub fn wait_quiet(&self) -> Result<()> {
+        let (mut count, mut since) = (0, Instant::now());
+        eventually("the last frame", Duration::from_secs(10), || {
+            let now = lock(&self.frames).len();
+            if now != count {
+                (count, since) = (now, Instant::now());
+            }
+            Ok((since.elapsed() > Duration::from_millis(300)).then_some(()))
+        })
     }
 
     /// Ends the capture and returns all of it.
@@ -91,6 +103,10 @@ impl Drop for Capture {
         // What it could tell has been told by `stop`.
         let _ = self.end();
     }
+}
+
+fn lock(frames: &Mutex<Vec<Frame>>) -> MutexGuard<'_, Vec<Frame>> {
+    frames.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A packet socket bound to one interface.
@@ -154,7 +170,7 @@ fn collect(socket: &OwnedFd, frames: &Mutex<Vec<Frame>>, stop: &AtomicBool) -> R
                 _ => return Err(error.into()),
             }
         };
-        frames.lock().unwrap_or_else(PoisonError::into_inner).push(Frame {
+        lock(frames).push(Frame {
             at: Instant::now(),
             outgoing: from.sll_pkttype == libc::PACKET_OUTGOING,
             bytes: buffer[..n].to_vec(),

@@ -246,8 +246,18 @@ pub struct Datagrams {
 impl Datagrams {
     /// An echo server in one namespace, a socket in the other.
     pub fn between(from: &Netns, to: &Netns, address: IpAddr) -> Result<Self> {
+        Self::on_ports(from, to, address, (0, 0))
+    }
+
+    /// The same with these ports, the socket's first.
+    pub fn on_ports(
+        from: &Netns,
+        to: &Netns,
+        address: IpAddr,
+        (own, other): (u16, u16),
+    ) -> Result<Self> {
         let bind = move |at: SocketAddr| move || UdpSocket::bind(at).context("cannot bind");
-        let server = to.within(bind(SocketAddr::new(address, 0)))?;
+        let server = to.within(bind(SocketAddr::new(address, other)))?;
         let target = server.local_addr()?;
         server.set_read_timeout(Some(LOOK))?;
         let server = Server::start(move |stop| {
@@ -259,8 +269,8 @@ impl Datagrams {
                 }
             }
         });
-        let any = if address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-        let socket = from.within(bind(any.parse()?))?;
+        let any: IpAddr = if address.is_ipv4() { "0.0.0.0" } else { "::" }.parse()?;
+        let socket = from.within(bind(SocketAddr::new(any, own)))?;
         socket.connect(target)?;
         socket.set_read_timeout(Some(LOOK))?;
         Ok(Self { socket, sent: 0, _server: server })

@@ -100,6 +100,25 @@ impl<S: LeaseStore> Duo<S> {
         )
     }
 
+    /// Both families, and always the same subnets, so that every run's packets are the same. On
+    /// both nodes the devices complete checksums and cut segments as told, and merge nothing: what
+    /// they merge depends on the moment.
+    pub fn repeatable(lab: &Lab, store: S, flags: &[&str], offload: bool) -> Result<Self> {
+        const CONFIG: &str = r#"{"Network":"10.77.0.0/16","SubnetMin":"10.77.50.0",
+            "SubnetMax":"10.77.50.0","EnableIPv6":true,"IPv6Network":"fd77::/48",
+            "IPv6SubnetMin":"fd77:0:0:50::","IPv6SubnetMax":"fd77:0:0:50::",
+            "Backend":{"Type":"vxlan"}}"#;
+        let duo = Self::start(lab, store, CONFIG, true, flags)?;
+        let state = if offload { "on" } else { "off" };
+        for node in [&duo.alder, duo.birch.node()] {
+            node.run(&format!("ethtool -K eth0 tx {state}"))?;
+            for device in ["flannel.1", "flannel-v6.1"] {
+                node.run(&format!("ethtool -K {device} gro off"))?;
+            }
+        }
+        Ok(duo)
+    }
+
     /// Our lease as the store has it.
     pub fn own_lease(&self) -> Result<Value> {
         own_lease(&self.store, &self.env)

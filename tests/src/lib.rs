@@ -21,6 +21,7 @@
 //! ```
 
 pub mod agent;
+pub mod arrivals;
 pub mod base64;
 pub mod bench;
 pub mod capture;
@@ -44,6 +45,7 @@ pub mod node;
 pub mod outcomes;
 pub mod pod;
 pub mod process;
+pub mod promoted;
 pub mod run;
 pub mod traffic;
 pub mod udp_proxy;

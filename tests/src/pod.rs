@@ -4,7 +4,12 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context, Result};
 
-use crate::{agent::SubnetEnv, netns::Netns, node::Node};
+use crate::{
+    agent::SubnetEnv,
+    craft::{self, Mac},
+    netns::Netns,
+    node::Node,
+};
 
 /// A pod of a node.
 #[derive(Clone, Debug)]
@@ -82,6 +87,23 @@ impl Pod {
     /// Its IPv6 address.
     pub fn v6(&self) -> Result<IpAddr> {
         Ok(self.v6.with_context(|| format!("{} has no IPv6 address", self.name))?.into())
+    }
+
+    /// Its own MAC.
+    pub fn mac(&self) -> Result<Mac> {
+        let links = self.ns.ip_json("link show eth0")?;
+        craft::mac(links.first().and_then(|link| link["address"].as_str()).context("no MAC")?)
+    }
+
+    /// The MAC of its gateway for this address' family, once it has talked to somebody.
+    pub fn gateway_mac(&self, family: IpAddr) -> Result<Mac> {
+        let flag = if family.is_ipv4() { "-4" } else { "-6" };
+        let routes = self.ns.ip_json(&format!("{flag} route show default"))?;
+        let gateway = routes.first().and_then(|route| route["gateway"].as_str());
+        let gateway = gateway.with_context(|| format!("{} has no gateway", self.name))?;
+        let neighbours = self.ns.ip_json(&format!("neigh show {gateway} dev eth0"))?;
+        let mac = neighbours.first().and_then(|entry| entry["lladdr"].as_str());
+        craft::mac(mac.with_context(|| format!("{gateway} has no MAC: {neighbours:?}"))?)
     }
 
     /// All its addresses, IPv4 first.

@@ -1,6 +1,9 @@
 //! Flows that bypass the host's stack: when they do, and that nobody is worse off for it.
 
-use flannel_lab::{agent::subcommand, prelude::*};
+use flannel_lab::{
+    prelude::*,
+    promoted::{bypassed, flow, flows},
+};
 
 /// Short, so that stories are.
 const INTERVAL: Duration = Duration::from_millis(400);
@@ -34,27 +37,6 @@ fn rules(node: &Node, rules: &str) -> Result<()> {
     let output = node.shell(&format!("set -e; {rules}"))?;
     ensure!(output.status.success(), "{}: {output:?}", node.name());
     Ok(())
-}
-
-/// The promoted flows of a node.
-fn flows(node: &Node) -> Result<Vec<Value>> {
-    let output = subcommand(node, &["flows", "--output=json"])?;
-    let flows: Value =
-        serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))?;
-    Ok(flows.as_array().context("no array")?.clone())
-}
-
-/// The flow with this port at one of its ends.
-fn flow(node: &Node, port: u16) -> Result<Option<Value>> {
-    let end = format!(":{port}");
-    let has = |row: &Value, field: &str| row[field].as_str().is_some_and(|s| s.ends_with(&end));
-    Ok(flows(node)?.into_iter().find(|row| has(row, "pod") || has(row, "remote")))
-}
-
-/// How many packets of a flow have bypassed the stack, out and in.
-fn bypassed(node: &Node, port: u16) -> Result<(u64, u64)> {
-    let Some(row) = flow(node, port)? else { return Ok((0, 0)) };
-    Ok((row["packets_out"].as_u64().unwrap_or(0), row["packets_in"].as_u64().unwrap_or(0)))
 }
 
 /// Keeps a conversation going until both nodes let it bypass the stack.

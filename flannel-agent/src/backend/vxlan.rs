@@ -682,7 +682,7 @@ impl Backend for VxlanBackend {
                         self.repairing = true;
                         return;
                     }
-                    if heard.ours && self.pods_differ() {
+                    if heard.narrow || heard.ours && self.pods_differ() {
                         return;
                     }
                 }

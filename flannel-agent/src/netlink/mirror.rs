@@ -17,7 +17,7 @@ use super::{
     address::{self, Address},
     link::{self, Link},
     neighbour::{self, Entry, Forwarding, Neighbour},
-    route::{self, OUR_PROTOCOL, Route, Via},
+    route::{self, OUR_PROTOCOL, OwnMtu, Route, Via},
     socket::{Requests, parse},
 };
 use crate::mac::MacAddr;
@@ -49,6 +49,8 @@ pub struct Tables {
     pub addresses: BTreeMap<Address, bool>,
     /// Routes of the main table inside our networks, on our devices, or marked ours.
     pub routes: BTreeSet<Route>,
+    /// IPv4 routes with an MTU of their own, of any table, by destination.
+    pub narrow: BTreeMap<IpNet, OwnMtu>,
     /// Permanent neighbours on our devices.
     pub neighbours: HashMap<(u32, IpAddr), MacAddr>,
     /// Permanent forwarding entries with a remote on our devices.
@@ -59,6 +61,15 @@ impl Tables {
     /// The link of this name.
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
+    }
+
+    /// Whether a route to an address may have a smaller MTU than its link. The kernel's own packets
+    /// are cut to it; what it tells a BPF program about the way is the link's.
+    pub fn is_narrow(&self, target: IpAddr) -> bool {
+        self.narrow.iter().any(|(destination, own)| {
+            let link = own.link.and_then(|link| self.links.get(&link));
+            destination.contains(&target) && link.is_none_or(|link| own.mtu < link.mtu)
+        })
     }
 
     /// The routes to exactly this destination.
@@ -119,6 +130,8 @@ pub struct Heard {
     /// A link, address or route outside our scope changed: decisions taken from a route look-up may
     /// differ.
     pub routing: bool,
+    /// A route got or lost an MTU of its own.
+    pub narrow: bool,
 }
 
 impl Heard {
@@ -211,7 +224,7 @@ impl Mirror {
             }
             self.read_all()?;
             self.stale = false;
-            heard = Heard { ours: true, routing: true, anew: true, keys: Keys::default() };
+            heard = Heard { ours: true, routing: true, anew: true, ..Heard::default() };
             // It is in the tables already or comes on top.
             self.listen();
         }
@@ -315,6 +328,9 @@ impl Mirror {
                 }
             }
             RouteNetlinkMessage::NewRoute(message) => {
+                if let Some((destination, own)) = OwnMtu::from_message(message) {
+                    heard.narrow |= self.note_own_mtu(destination, own);
+                }
                 let route = Route::from_message(message).filter(|r| self.concerns_us(r));
                 heard.routing |= route.is_none();
                 if let Some(route) = route.filter(|route| self.add_route(*route)) {
@@ -322,6 +338,9 @@ impl Mirror {
                 }
             }
             RouteNetlinkMessage::DelRoute(message) => {
+                if let Some((destination, Some(_))) = OwnMtu::from_message(message) {
+                    heard.narrow |= self.note_own_mtu(destination, None);
+                }
                 let route = Route::from_message(message).filter(|r| self.concerns_us(r));
                 heard.routing |= route.is_none();
                 if let Some(route) = route.filter(|route| self.tables.routes.remove(route)) {
@@ -336,6 +355,17 @@ impl Mirror {
             }
             _ => {}
         }
+    }
+
+    /// What a route's message says of its own MTU; whether that is new. Of several routes to one
+    /// destination the last one counts, until all are read again.
+    fn note_own_mtu(&mut self, destination: IpNet, own: Option<OwnMtu>) -> bool {
+        let narrow = &mut self.tables.narrow;
+        let known = match own {
+            Some(own) => narrow.insert(destination, own),
+            None => narrow.remove(&destination),
+        };
+        known != own
     }
 
     /// A replaced IPv4 route is told as one new route: the old one of the same destination and
@@ -399,6 +429,7 @@ impl Mirror {
     /// What the kernel drops without telling when a link goes down or loses its last IPv4
     /// address: its IPv4 routes. Neighbours are told one by one, IPv6 routes too.
     fn forget_flushed(&mut self, link: u32, heard: &mut Heard) {
+        self.tables.narrow.retain(|_, own| own.link != Some(link));
         self.forget_routes(heard, |route| match route.via {
             _ if route.destination.addr().is_ipv6() => false,
             Via::Gateway { link: out, .. } | Via::Link(out) => out == link,
@@ -413,6 +444,7 @@ impl Mirror {
     }
 
     fn forget(&mut self, link: u32, heard: &mut Heard) {
+        self.tables.narrow.retain(|_, own| own.link != Some(link));
         self.forget_routes(heard, |route| match route.via {
             Via::Gateway { link: out, .. } | Via::Link(out) => out == link,
             Via::Blackhole => false,
@@ -467,6 +499,9 @@ impl Mirror {
             match &message {
                 // A dump lists several routes of one destination side by side.
                 RouteNetlinkMessage::NewRoute(route) => {
+                    if let Some((destination, Some(own))) = OwnMtu::from_message(route) {
+                        self.tables.narrow.insert(destination, own);
+                    }
                     let route = Route::from_message(route).filter(|r| self.concerns_us(r));
                     self.tables.routes.extend(route);
                 }

@@ -10,8 +10,8 @@ use netlink_packet_core::{NLM_F_CREATE, NLM_F_REPLACE};
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     route::{
-        RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol,
-        RouteScope, RouteType,
+        RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric,
+        RouteProtocol, RouteScope, RouteType,
     },
 };
 
@@ -148,6 +148,49 @@ impl Route {
         // The kernel compares the scope of IPv4 routes unless it is "nowhere".
         message.header.scope = RouteScope::NoWhere;
         Request { message: RouteNetlinkMessage::DelRoute(message), flags: 0 }
+    }
+}
+
+/// An MTU that somebody gave to an IPv4 route, for packets that this host sends. A locked one holds
+/// for those that it forwards, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnMtu {
+    /// Index of the outgoing link; `None` if there are several.
+    pub link: Option<u32>,
+    /// In bytes.
+    pub mtu: u32,
+}
+
+impl OwnMtu {
+    /// The destination of an IPv4 route of any table, and its MTU if it has one of its own that is
+    /// not locked.
+    pub(super) fn from_message(message: &RouteMessage) -> Option<(IpNet, Option<Self>)> {
+        /// `RTAX_MTU` (`linux/rtnetlink.h`), as a bit of `RTAX_LOCK`.
+        const LOCKED: u32 = 1 << 2;
+        if message.header.address_family != AddressFamily::Inet {
+            return None;
+        }
+        let (mut destination, mut link) = (IpAddr::from(Ipv4Addr::UNSPECIFIED), None);
+        let (mut mtu, mut locked) = (None, 0);
+        for attribute in &message.attributes {
+            match attribute {
+                RouteAttribute::Destination(address) => destination = ip(address)?,
+                RouteAttribute::Oif(index) => link = Some(*index),
+                RouteAttribute::Metrics(metrics) => {
+                    for metric in metrics {
+                        match metric {
+                            RouteMetric::Mtu(value) => mtu = Some(*value),
+                            RouteMetric::Lock(bits) => locked = *bits,
+                            _ => {}
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        let destination = IpNet::new(destination, message.header.destination_prefix_length).ok()?;
+        let mtu = mtu.filter(|_| locked & LOCKED == 0);
+        Some((destination, mtu.map(|mtu| Self { link, mtu })))
     }
 }
 

@@ -324,13 +324,15 @@ fn end(sources: &Sources<'_>, family: Family) -> Option<TunnelEnd> {
     })
 }
 
-/// The entries that are both wanted and there.
+/// The entries that are both wanted and there. Peers whose route has an MTU of its own are left to
+/// the kernel's device: a program's packets would be too big for the way.
 fn vteps(sources: &Sources<'_>) -> BTreeMap<VtepName, IpAddr> {
     let mut vteps = BTreeMap::new();
     for (key, remote) in sources.wanted.iter().flat_map(|wanted| &wanted.forwarding) {
         let tunnel = sources.tunnels.iter().find(|tunnel| tunnel.link == key.0);
         if let Some(tunnel) = tunnel
             && sources.tables.forwarding.get(key) == Some(remote)
+            && !sources.tables.is_narrow(*remote)
         {
             vteps.insert(VtepName { v6: tunnel.family == Family::V6, mac: key.1 }, *remote);
         }
