@@ -232,6 +232,18 @@ impl KubeStub {
         self.shared.lock().watches
     }
 
+    /// Puts the data back to a version, as from a backup: nodes put since are gone, and versions
+    /// count from there.
+    pub fn restore(&self, backup: &Backup) {
+        self.shared.lock().objects.restore(&backup.0);
+        self.drop_watches();
+    }
+
+    /// All data as they are.
+    pub fn back_up(&self) -> Backup {
+        Backup(self.shared.lock().objects.clone())
+    }
+
     /// Forgets the history and breaks all watches: whoever resumes is told 410.
     pub fn compact(&self) {
         self.shared.lock().objects.compact();
@@ -298,6 +310,10 @@ impl KubeStub {
         self.shared.lock().objects.pods.insert(format!("{namespace}/{name}"), pod);
     }
 }
+
+/// See [`KubeStub::back_up`].
+#[derive(Debug)]
+pub struct Backup(Objects);
 
 impl Drop for KubeStub {
     fn drop(&mut self) {

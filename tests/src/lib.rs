@@ -28,6 +28,7 @@ pub mod capture;
 pub mod change_meter;
 pub mod cluster;
 pub mod cni;
+pub mod container;
 pub mod conversation;
 pub mod craft;
 pub mod duo;

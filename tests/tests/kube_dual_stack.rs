@@ -134,6 +134,8 @@ fn rubbish_on_our_own_node_is_put_right_or_told() -> Result<()> {
         &json!({
             name("backend-data"): "not JSON", name("backend-type"): "\u{fffd}",
             name("public-ip"): "::1", name("kube-subnet-manager"): "no",
+            name("public-ip-overwrite"): "nat.example.org",
+            name("public-ipv6-overwrite"): "192.0.2.1",
         }),
     );
     // Some tools leave a node without any.
@@ -141,7 +143,7 @@ fn rubbish_on_our_own_node_is_put_right_or_told() -> Result<()> {
     if let Some(metadata) = bare["metadata"].as_object_mut() {
         metadata.remove("annotations");
     }
-    for node in [node, bare] {
+    for (node, complaints) in [(node, 1), (bare, 0)] {
         stub.put(node)?;
         let mut agent = alder.agent(stub.flags())?;
         agent.wait_ready(READY_WITHIN)?;
@@ -151,6 +153,12 @@ fn rubbish_on_our_own_node_is_put_right_or_told() -> Result<()> {
         for (name, value) in flannel_annotations(&alder.v4(), mac).as_object().into_iter().flatten()
         {
             ensure!(now[name] == *value, "{name}: {now:#}");
+        }
+        for (annotation, text) in
+            [("public-ip-overwrite", "nat.example.org"), ("public-ipv6-overwrite", "192.0.2.1")]
+        {
+            let said = agent.complaints(&[annotation, text]);
+            ensure!(said.len() == complaints, "{said:#?}");
         }
         agent.stop()?;
     }

@@ -80,3 +80,37 @@ fn a_watch_resumes_from_the_bookmark_when_nothing_of_ours_has_happened_for_long(
     ensure!(unselected.count() == 0, "{all:#?}");
     Ok(())
 }
+
+#[test]
+fn a_server_restored_from_a_backup_is_noticed_by_its_bookmarks() -> Result<()> {
+    let lab = Lab::new()?;
+    let stub = KubeStub::new(&lab)?;
+    stub.set_bookmarks(Duration::from_millis(300));
+    let duo = Duo::plain(&lab, stub)?;
+    let stub = &duo.store;
+    eventually("the watch is open", WITHIN, || Ok((stub.watches() == 1).then_some(())))?;
+    let backup = stub.back_up();
+    let peer = |number: u8| {
+        let mut node = plain_node(&format!("extra{number}"), &[&format!("10.77.{number}.0/24")]);
+        let mac = format!("02:fa:00:00:01:{number:02x}");
+        annotate(&mut node, &flannel_annotations(&format!("192.0.2.{number}"), &mac));
+        node
+    };
+    let has = |count: u64| {
+        eventually(&format!("{count} peers"), WITHIN, || {
+            Ok((duo.agent.status()?["peers_applied"] == count).then_some(()))
+        })
+        .with_context(|| duo.agent.log())
+    };
+    for number in 100..110 {
+        stub.put(peer(number))?;
+    }
+    has(11)?;
+    // What came since the backup is gone, and versions that we have seen are given out again.
+    stub.restore(&backup);
+    has(1)?;
+    stub.put(peer(120))?;
+    has(2)?;
+    ensure!(!duo.agent.log_lines("restored from a backup").is_empty(), "{}", duo.agent.log());
+    traffic::assert_reaches(&duo.ours, &duo.theirs)
+}

@@ -47,7 +47,7 @@ pub(super) fn whole(node: &str) -> String {
 }
 
 /// All objects.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Objects {
     pub version: u64,
     /// Without their kind.
@@ -140,6 +140,13 @@ impl Objects {
         for event in again {
             self.record(event.kind, event.name, event.object, event.version);
         }
+    }
+
+    /// Puts nodes and version back to what they were, and begins a new history there.
+    pub fn restore(&mut self, before: &Self) {
+        self.nodes.clone_from(&before.nodes);
+        self.version = before.version;
+        self.compact();
     }
 
     /// Forgets the history: no watch can be resumed from before now.

@@ -314,11 +314,12 @@ impl Shared {
             0 => {
                 let (_, nodes) = state.objects.snapshot(false);
                 let end = state.objects.last_event();
-                Start { initial: nodes, number: Some(end), from: 0 }
+                Start { initial: nodes, number: Some(end), from: 0, future: false }
             }
             from => {
                 let number = state.objects.resume(from);
-                Start { initial: Arc::default(), number, from }
+                let future = from > state.objects.version;
+                Start { initial: Arc::default(), number, from, future }
             }
         }
     }
@@ -373,6 +374,9 @@ impl Shared {
                 drop(state);
                 if let Some(event) = event {
                     number = event.number;
+                    if start.future && event.version <= start.from {
+                        continue;
+                    }
                     if wanted.is_none_or(|name| name == event.name) {
                         let (kind, object) = (event.kind, whole(&event.object));
                         chunk(out, &format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n"))?;
@@ -404,6 +408,8 @@ struct Start {
     number: Option<u64>,
     /// The version asked for.
     from: u64,
+    /// Whether there is no such version yet: then what comes before it is not told.
+    future: bool,
 }
 
 fn name_of(node: &str) -> String {

@@ -1,6 +1,9 @@
 //! The node annotations by which flannel's nodes know each other (specification §5.3).
 
-use std::{collections::BTreeMap, net::Ipv4Addr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use regex::Regex;
 
@@ -20,14 +23,19 @@ pub(super) struct AnnotationNames {
 pub(super) const MANAGED: &str = "kube-subnet-manager";
 const BACKEND_TYPE: &str = "backend-type";
 const PUBLIC_IP: Family =
-    Family { data: "backend-data", ip: "public-ip", overwrite: "public-ip-overwrite" };
-const PUBLIC_IPV6: Family =
-    Family { data: "backend-v6-data", ip: "public-ipv6", overwrite: "public-ipv6-overwrite" };
+    Family { v6: false, data: "backend-data", ip: "public-ip", overwrite: "public-ip-overwrite" };
+const PUBLIC_IPV6: Family = Family {
+    v6: true,
+    data: "backend-v6-data",
+    ip: "public-ipv6",
+    overwrite: "public-ipv6-overwrite",
+};
 const NODE_PUBLIC_IP: &str = "node-public-ip";
 const NODE_PUBLIC_IPV6: &str = "node-public-ipv6";
 
 /// The annotations of one address family.
 struct Family {
+    v6: bool,
     data: &'static str,
     ip: &'static str,
     overwrite: &'static str,
@@ -129,6 +137,35 @@ impl AnnotationNames {
         format!("annotation {} is \"{}\", no {kind} address", self.name(family.ip), shown(text))
     }
 
+    /// The address that an operator wants to be told to peers, as text. Peers leave out a node
+    /// whose address they cannot read, so an error is one that is none of its family.
+    fn overwrite<'n>(
+        &self,
+        family: &Family,
+        node: &'n Node<'_>,
+    ) -> Result<Option<&'n str>, &'n str> {
+        let text = self.value(node, family.overwrite);
+        match text.parse::<IpAddr>() {
+            _ if text.is_empty() => Ok(None),
+            Ok(ip) if ip.is_ipv6() == family.v6 => Ok(Some(text)),
+            _ => Err(text),
+        }
+    }
+
+    /// What is wrong with the addresses that are to be told to peers instead of ours.
+    pub(super) fn unusable_overwrites(&self, node: &Node<'_>) -> Vec<String> {
+        let wrong = |family: &Family| {
+            let text = self.overwrite(family, node).err()?;
+            let (name, kind) =
+                (self.name(family.overwrite), if family.v6 { "IPv6" } else { "IPv4" });
+            Some(format!(
+                "annotation {name} is \"{}\", no {kind} address: peers are told our own",
+                shown(text)
+            ))
+        };
+        [PUBLIC_IP, PUBLIC_IPV6].iter().filter_map(wrong).collect()
+    }
+
     /// The annotations a node with these attributes carries. What an operator wants to be told
     /// to peers instead of our address is found on the node itself.
     pub(super) fn wanted(
@@ -141,9 +178,9 @@ impl AnnotationNames {
             wanted.insert(self.name(suffix), value);
         };
         let kind = own.backend_type.as_str();
-        let address = |family: &Family, ours: String| {
-            let overwrite = self.value(node, family.overwrite);
-            if overwrite.is_empty() { ours } else { overwrite.to_owned() }
+        let address = |family: &Family, ours: String| match self.overwrite(family, node) {
+            Ok(Some(address)) => address.to_owned(),
+            Ok(None) | Err(_) => ours,
         };
         put(MANAGED, "true".to_owned());
         put(BACKEND_TYPE, kind.to_owned());

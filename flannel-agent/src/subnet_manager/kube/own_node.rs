@@ -89,6 +89,8 @@ pub(super) struct OwnNode {
     held: Option<Lease>,
     /// Whether the condition has been as wanted since we started.
     condition_set: bool,
+    /// What was said of its annotations last.
+    told: Vec<String>,
 }
 
 impl KubeSubnetManager {
@@ -191,7 +193,13 @@ impl KubeSubnetManager {
         own: &LeaseAttributes,
         text: &[u8],
     ) -> Result<Vec<String>, StoreError> {
-        let missing = self.names.missing(own, &self.parse_own(text)?);
+        let node = self.parse_own(text)?;
+        let unusable = self.names.unusable_overwrites(&node);
+        let told = std::mem::replace(&mut self.own.borrow_mut().told, unusable.clone());
+        for problem in unusable.iter().filter(|problem| !told.contains(problem)) {
+            warn!("{problem}");
+        }
+        let missing = self.names.missing(own, &node);
         if !missing.is_empty() {
             let body = json!({"metadata": {"annotations": missing}}).to_string();
             self.patch_status(body).await?;

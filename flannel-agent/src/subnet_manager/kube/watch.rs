@@ -320,6 +320,22 @@ impl Following<'_> {
         }
     }
 
+    /// A server whose data were restored from before what we saw tells us nothing until its
+    /// versions have caught up. By its bookmarks we notice.
+    fn check_history(&self, bookmark: &str) -> Result<(), End> {
+        let number = |text: &str| text.parse::<u64>().ok();
+        let seen = self.version.as_deref().unwrap_or_default();
+        if number(bookmark).zip(number(seen)).is_none_or(|(bookmark, seen)| bookmark >= seen) {
+            return Ok(());
+        }
+        let server = self.store.api.server();
+        let text = format!(
+            "API server {server} is at version {bookmark} of the nodes, we have seen {seen}: its \
+             data seem to be restored from a backup"
+        );
+        Err(Failure { cause: Cause::Gone, text, retry_after: None }.into())
+    }
+
     async fn piece(
         &self,
         body: &mut Body,
@@ -358,7 +374,8 @@ impl Following<'_> {
                 changes.extend(self.table.remove(&node));
                 Ok(())
             }
-            // BOOKMARK, and what is yet to be invented: the version is all that counts.
+            "BOOKMARK" => self.check_history(&node.metadata.resource_version),
+            // What is yet to be invented: the version is all that counts.
             _ => Ok(()),
         };
         if !node.metadata.resource_version.is_empty() {
