@@ -4,6 +4,7 @@
 //! outlive the process; a start adopts what is right, and what somebody else changes is noticed
 //! by netlink notifications and put back.
 
+pub mod bypass;
 mod child;
 mod fingerprint;
 mod iptables;

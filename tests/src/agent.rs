@@ -128,8 +128,8 @@ impl Agent {
         eventually("the eBPF programs are loaded or refused", within, || {
             // Not every agent answers, nor has every one a data path of this kind.
             let Ok(status) = self.status() else { return Ok(Some(())) };
-            let datapath = &status["backend"]["datapath"];
-            Ok((datapath["reason"] != LOADING).then_some(()))
+            let reason = status["backend"]["datapath"]["reason"].as_str().unwrap_or_default();
+            Ok((reason != LOADING && !reason.ends_with("not read yet")).then_some(()))
         })
         .with_context(|| format!("its last words:\n{}", self.process.log_tail(30)))?;
         Ok(env)

@@ -1,5 +1,6 @@
 //! The vxlan backend: specification §7.1. The kernel's data path, always programmed in full.
 
+mod choice;
 mod data;
 mod device;
 mod fast_path;
@@ -21,8 +22,8 @@ use serde_json::{Value, json};
 use tokio::time::Instant;
 use tracing::{debug, info};
 
-pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use self::{
+    choice::Choice,
     device::{Device, Family, Step, Target},
     fast_path::{FastPath, News},
     identity::StateFile,
@@ -32,6 +33,7 @@ use super::{ApplyReport, Backend, BackendError, Reconfigured, on_link::OnLink};
 use crate::{
     device_claim::DeviceClaim,
     external_interface::ExternalInterface,
+    firewall::bypass::{Findings, RuleWatch},
     lease::{Lease, LeaseAttributes, RawJson, Subnets},
     mac::MacAddr,
     netlink::{
@@ -53,6 +55,9 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// Pause in which changes of the host's routes gather before peers' ways are looked up again.
 const SETTLE: Duration = Duration::from_millis(20);
+
+/// Pause before looking again at devices on which others do something.
+const STRANGERS: Duration = Duration::from_secs(5);
 
 /// Passes over the devices in one go: make, change, look.
 const DEVICE_PASSES: usize = 4;
@@ -89,6 +94,14 @@ pub struct VxlanBackend {
     targets: HashMap<String, Target>,
     mirror: Mirror,
     ipsec: IpsecPolicies,
+    /// The rules of others, if it depends on them how much of the stack is skipped.
+    rules: Option<RuleWatch>,
+    /// The same about what others do to devices.
+    strangers: Findings,
+    /// When that was looked at.
+    strangers_seen: Instant,
+    /// What carried packets at the last pass, and why not something better.
+    carrier: (&'static str, String),
     compiler: Compiler,
     metrics: Metrics,
     /// Answers of the kernel to "is this address on our link", until routing changes.
@@ -155,6 +168,10 @@ impl VxlanBackend {
             options,
             external,
             fast_path: FastPath::Pending,
+            rules: choice::depends_on_rules(&fast_path).then(RuleWatch::open),
+            strangers: Findings::default(),
+            strangers_seen: Instant::now(),
+            carrier: ("", String::new()),
             fast_path_config: fast_path,
             _claims: devices.iter().filter_map(|d| DeviceClaim::take(&d.name).ok()).collect(),
             devices,
@@ -465,29 +482,80 @@ impl VxlanBackend {
         if report.changes > 0 {
             self.fast_path.outdated();
         }
-        let ipsec = self.ipsec.any();
+        self.ipsec.any();
+        self.look_for_strangers();
+        let choice = self.choice();
         let tables = self.mirror.tables();
+        let tunnels = self.tunnels();
+        let underlay = tables.link(&self.external.name);
+        if let Some(rules) = &mut self.rules {
+            rules.tell(choice::surroundings(&self.options, tables, underlay, &tunnels, peers));
+        }
         let wanted = fast_path::wanted(&fast_path::Sources {
             options: &self.options,
             config: &self.fast_path_config,
             tables,
-            underlay: tables.link(&self.external.name),
-            tunnels: &self.tunnels(),
+            underlay,
+            tunnels: &tunnels,
             wanted: Some(self.compiler.wanted()),
             peers,
-            ipsec,
+            choice: &choice,
         });
-        self.pods = fast_path::pods(self.mirror.tables(), &self.tunnels());
+        self.pods = fast_path::pods(tables, &tunnels);
         self.pod_devices.clone_from(&wanted.pod_devices);
         match self.fast_path.apply(&wanted) {
             Ok(changes) => report.changes += changes,
             Err(problem) => report.problems.push(problem),
         }
+        self.tell_carrier(&choice);
+    }
+
+    /// How much of the host's stack may be skipped, by what is known.
+    fn choice(&self) -> Choice {
+        let findings = self.rules.as_ref().map(|rules| {
+            let (rules, devices) = (rules.findings(), &self.strangers);
+            Findings {
+                outer: rules.outer.clone().or_else(|| devices.outer.clone()),
+                inner: rules.inner.clone().or_else(|| devices.inner.clone()),
+            }
+        });
+        let mode = self.fast_path_config.mode;
+        Choice::make(&self.options, mode, self.ipsec.found(), findings.as_ref())
+    }
+
+    /// Looks at what others do to the devices that flows skip. Returns whether that is news.
+    fn look_for_strangers(&mut self) -> bool {
+        if self.rules.is_none() {
+            return false;
+        }
+        self.strangers_seen = Instant::now();
+        let found = self.fast_path.strangers(self.mirror.tables(), &self.tunnels());
+        if found != Findings::default() {
+            // Nobody tells when they are gone.
+            self.pass_within(STRANGERS);
+        }
+        found != std::mem::replace(&mut self.strangers, found.clone())
+    }
+
+    /// Makes known what carries packets now.
+    fn tell_carrier(&mut self, choice: &Choice) {
+        let (mode, reason) = self.fast_path.in_use(choice);
+        if (mode, reason) == (self.carrier.0, self.carrier.1.as_str()) {
+            return;
+        }
+        self.metrics.set_fast_path(mode, reason);
+        if matches!(self.fast_path, FastPath::On(_)) {
+            match reason {
+                "" => info!("fast path: {mode}"),
+                reason => info!("fast path: {mode}; {reason}"),
+            }
+        }
+        self.carrier = (mode, reason.to_owned());
     }
 
     /// Whether pods came or went since the programs were last told.
     fn pods_differ(&self) -> bool {
-        self.fast_path_config.mode == crate::cli::flags::FastPath::Flows
+        (self.rules.is_some() || self.choice().mode == crate::cli::flags::FastPath::Flows)
             && self.pods != fast_path::pods(self.mirror.tables(), &self.tunnels())
     }
 
@@ -564,6 +632,14 @@ impl VxlanBackend {
         }
         self.counts = Counts { served: report.peers_applied, problems: report.problems.len() };
         report
+    }
+}
+
+/// Resolves when other rules of others matter. Cancel-safe.
+async fn rules_changed(rules: &mut Option<RuleWatch>) {
+    match rules {
+        Some(rules) => rules.changed().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -660,8 +736,12 @@ impl Backend for VxlanBackend {
             tokio::select! {
                 () = self.mirror.readable() => {}
                 () = self.ipsec.changed() => return,
+                () = rules_changed(&mut self.rules) => return,
                 news = self.fast_path.news() => {
                     if news == News::Loaded || self.fast_path.tend_flows() {
+                        return;
+                    }
+                    if self.strangers_seen.elapsed() >= RETRY && self.look_for_strangers() {
                         return;
                     }
                     continue;
@@ -719,17 +799,12 @@ impl Backend for VxlanBackend {
                 "local": vxlan.and_then(|vxlan| vxlan.local),
             })
         });
-        let obstacle = fast_path::forwarding_obstacle(
-            &self.options,
-            &self.fast_path_config,
-            self.ipsec.found(),
-        );
         json!({
             "devices": devices.collect::<Value>(),
             "peers_served": self.counts.served,
             "problems": self.counts.problems,
             "routes": tables.routes.len(),
-            "datapath": self.fast_path.status(obstacle),
+            "datapath": self.fast_path.status(&self.choice()),
         })
     }
 }

@@ -195,7 +195,9 @@ pub struct EbpfDatapath {
     flows: Flows,
     /// Pods' devices that somebody else works on, too.
     shared: BTreeSet<u32>,
-    /// When the next sign of life is due, if flows bypass the stack.
+    /// Whether flows may bypass the stack.
+    bypass: bool,
+    /// When the next sign of life is due, if there are pods with such flows.
     next_sign: Option<Instant>,
     /// Whether what an agent of another version pinned has been removed.
     old_discarded: bool,
@@ -230,6 +232,7 @@ impl EbpfDatapath {
             forwards: false,
             flows: Flows::new(&mut ebpf)?,
             shared: BTreeSet::new(),
+            bypass: false,
             next_sign: None,
             old_discarded: false,
             known: BTreeMap::new(),
@@ -310,11 +313,21 @@ impl EbpfDatapath {
         !shared.is_empty() || self.shared.iter().any(|pod| !strangers(pod))
     }
 
+    /// Whether somebody else works on all that a device carries: shapes what it sends, or does
+    /// anything there by TC.
+    pub fn strangers_at(&self, ifindex: u32) -> Strangers {
+        if tc_qdisc::is_shaped(ifindex).is_ok_and(|shaped| !shaped) {
+            if has_strangers(&self.pins, ifindex) { Strangers::Watch } else { Strangers::None }
+        } else {
+            Strangers::Shape
+        }
+    }
+
     /// How much of the host's stack the programs skip: `flows`, `stack` or `off`.
     pub fn fast_path(&self) -> &'static str {
-        match (self.forwards, self.next_sign) {
-            (true, Some(_)) => "flows",
-            (true, None) => "stack",
+        match (self.forwards, self.bypass) {
+            (true, true) => "flows",
+            (true, false) => "stack",
             (false, _) => "off",
         }
     }
@@ -354,7 +367,7 @@ impl EbpfDatapath {
             "peers": self.known.len(),
             "peers_left_out": self.left_out,
             "vteps": self.vteps.len(),
-            "flows": self.next_sign.map(|_| self.flows.status()),
+            "flows": self.bypass.then(|| self.flows.status()),
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
             "pins": self.pins.path(),
             "problem": problem,
@@ -393,7 +406,11 @@ impl EbpfDatapath {
             changes += 1;
         }
         changes += self.flows.apply(wanted.flows.as_ref())?;
-        self.next_sign = wanted.flows.as_ref().map(|_| Instant::now() + SIGN_OF_LIFE);
+        self.bypass = wanted.flows.is_some();
+        // Without pods there is nobody to keep alive for.
+        let pods = wanted.flows.as_ref().is_some_and(|flows| !flows.pods.is_empty());
+        let some = pods || self.bypass && !self.shared.is_empty();
+        self.next_sign = some.then(|| Instant::now() + SIGN_OF_LIFE);
         Ok(changes)
     }
 
@@ -521,6 +538,17 @@ impl Drop for EbpfDatapath {
             log.abort();
         }
     }
+}
+
+/// What others do at a device by TC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strangers {
+    /// Nothing.
+    None,
+    /// They have a program or filter there.
+    Watch,
+    /// They shape what it sends, maybe more.
+    Shape,
 }
 
 /// Whether somebody shapes a pod's device, or has a program or filter there. Not knowing counts

@@ -22,9 +22,10 @@ const READ_WHOLE: usize = 256 << 10;
 /// The built-in chain at each hook.
 const BUILT_IN: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
-/// The verdicts that drop and accept.
+/// The verdicts that drop, accept and return.
 pub const DROP: i32 = -1;
 pub const ACCEPT: i32 = -2;
+pub const RETURN: i32 = -5;
 
 /// How an entry of a family is laid out, in bytes.
 struct Layout {
@@ -34,17 +35,20 @@ struct Layout {
     offsets: usize,
     /// Where the matches begin.
     matches: usize,
+    /// Flags within the head, and the one that says "go" rather than "jump".
+    flags: usize,
+    goto: u8,
 }
 
 const fn layout(family: Family) -> Layout {
     match family {
-        Family::V4 => Layout { head: 84, offsets: 88, matches: 112 },
-        Family::V6 => Layout { head: 136, offsets: 140, matches: 168 },
+        Family::V4 => Layout { head: 84, offsets: 88, matches: 112, flags: 82, goto: 2 },
+        Family::V6 => Layout { head: 136, offsets: 140, matches: 168, flags: 131, goto: 4 },
     }
 }
 
 /// A rule.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
     /// Everything that stays the same while packets pass and other chains change.
     pub content: Vec<u8>,
@@ -56,6 +60,12 @@ pub struct Rule {
     pub verdict: Option<i32>,
     /// Name of its target; empty for verdicts and jumps.
     pub target: String,
+    /// `struct ipt_ip` or `struct ip6t_ip6`.
+    pub head: Vec<u8>,
+    /// Each `struct xt_entry_match`, in order.
+    pub matches: Vec<u8>,
+    /// Whether its jump does not come back.
+    pub goes: bool,
 }
 
 /// The chains of a table. The last rule of a built-in chain is its policy.
@@ -242,7 +252,18 @@ fn rule(layout: &Layout, entry: &Entry<'_>, starts: &BTreeMap<usize, String>) ->
     let name = matches.get(2..HEADER - 1).map(text).unwrap_or_default();
     let only_comment = half(matches, 0) == Some(matches.len()) && name == "comment";
     let unconditional = head.iter().all(|byte| *byte == 0) && (matches.is_empty() || only_comment);
-    Rule { content, verdict: verdict.filter(|_| jump.is_none()), jump, unconditional, target }
+    // `IPT_F_GOTO`, `IP6T_F_GOTO`.
+    let goes = head.get(layout.flags).is_some_and(|flags| flags & layout.goto != 0);
+    Rule {
+        content,
+        verdict: verdict.filter(|_| jump.is_none()),
+        jump,
+        unconditional,
+        target,
+        head: head.to_vec(),
+        matches: matches.to_vec(),
+        goes,
+    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,8 @@ use nix::sys::{
 };
 use tokio::io::unix::AsyncFd;
 
-use self::wire::{Attributes, Header, attribute, messages, zero_terminated};
+pub use self::wire::{Attributes, attribute};
+use self::wire::{Header, messages, zero_terminated};
 use super::rules::Family;
 
 /// `NFNL_SUBSYS_NFTABLES`.
@@ -60,6 +61,10 @@ pub mod protocol {
     pub const IPV4: u8 = 2;
     /// IPv6.
     pub const IPV6: u8 = 10;
+    /// One device's packets, whatever they are.
+    pub const NETDEV: u8 = 5;
+    /// What a bridge forwards, or takes from and to the host.
+    pub const BRIDGE: u8 = 7;
 }
 
 /// The kernel's number of a family.
@@ -94,6 +99,8 @@ pub struct Base {
     pub policy: u32,
     /// `filter`, `nat`, `route`.
     pub kind: String,
+    /// The devices that it is about, if not all.
+    pub devices: Vec<String>,
 }
 
 /// `NF_INET_FORWARD`.
@@ -109,7 +116,7 @@ pub struct Rule {
     /// Its handle within the table.
     pub handle: [u8; 8],
     /// Its expressions, as the kernel codes them.
-    expressions: Vec<u8>,
+    pub expressions: Vec<u8>,
 }
 
 impl Rule {
@@ -469,8 +476,22 @@ fn chain(message: &Message<'_>) -> Chain {
         priority: hook.number(2).unwrap_or_default().cast_signed(),
         policy: attributes.number(5).unwrap_or(1),
         kind: attributes.text(7),
+        devices: devices(&hook),
     });
     Chain { family: message.family, table: attributes.text(1), name: attributes.text(3), base }
+}
+
+/// `NFTA_HOOK_DEV`, or each `NFTA_DEVICE_NAME` in `NFTA_HOOK_DEVS`.
+fn devices(hook: &Attributes<'_>) -> Vec<String> {
+    let one = hook.text(3);
+    if !one.is_empty() {
+        return vec![one];
+    }
+    let several = hook.nested(4).map(|(_, name)| {
+        let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+        String::from_utf8_lossy(&name[..end]).into_owned()
+    });
+    several.collect()
 }
 
 fn message<'a>(header: &Header, payload: &'a [u8]) -> Option<Message<'a>> {

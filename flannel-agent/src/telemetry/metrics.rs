@@ -12,6 +12,9 @@ use super::health::Condition;
 /// One label.
 type Label = [(&'static str, &'static str); 1];
 
+/// What carries packets, and why not something better.
+type CarrierLabels = [(&'static str, String); 2];
+
 /// The agent's metrics; cheap to clone, all clones count together.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
@@ -31,6 +34,8 @@ pub struct Metrics {
     pub leases_lost: Counter,
     /// 1 while eBPF programs stand beside the kernel's path; 0 if that is alone.
     pub datapath_ebpf: Gauge,
+    /// What carries packets; one series, whose value is 1.
+    fast_path: Family<CarrierLabels, Gauge>,
     /// Seconds since the epoch at which our lease ends; 0 without a lease or an end.
     lease_expiry: Gauge,
     /// Seconds since the epoch of the last pass that left the kernel as wanted.
@@ -65,6 +70,11 @@ impl Metrics {
         r.register("leases_lost", "Times our lease was lost", self.leases_lost.clone());
         r.register("datapath_ebpf", "Whether eBPF is in use", self.datapath_ebpf.clone());
         r.register(
+            "fast_path_info",
+            "What carries packets (flows, stack, off, kernel) and what stands in the way of more",
+            self.fast_path.clone(),
+        );
+        r.register(
             "lease_expiry_timestamp_seconds",
             "When our lease ends unless renewed, 0 if it does not",
             self.lease_expiry.clone(),
@@ -79,6 +89,13 @@ impl Metrics {
     /// Records when our lease ends; `None` without a lease or an end.
     pub fn set_lease_expiry(&self, expires: Option<SystemTime>) {
         self.lease_expiry.set(expires.map_or(0, epoch_seconds));
+    }
+
+    /// Records what carries packets and why not something better.
+    pub fn set_fast_path(&self, mode: &str, reason: &str) {
+        self.fast_path.clear();
+        let labels = [("mode", mode.to_owned()), ("reason", reason.to_owned())];
+        self.fast_path.get_or_create(&labels).set(1);
     }
 
     /// Records that the kernel is all as wanted now.

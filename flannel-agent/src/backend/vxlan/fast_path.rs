@@ -13,17 +13,18 @@ use ipnet::IpNet;
 use serde_json::{Value, json};
 use tracing::{error, info, warn};
 
-use super::{VxlanOptions, device::Family, peers::Tunnel};
+use super::{VxlanOptions, choice::Choice, device::Family, peers::Tunnel};
 use crate::{
     background::Background,
     cli::flags::{FastPath as FastPathMode, PeerFilter},
     datapath::{
         ebpf::{
             AttachMode, EbpfDatapath, EbpfError, EbpfOptions, FastPathWanted, Filter, FlowsWanted,
-            LeaseEntry, Loaded, Loading, PeerEntry, Predecessor, TunnelEnd, VtepName,
+            LeaseEntry, Loaded, Loading, PeerEntry, Predecessor, Strangers, TunnelEnd, VtepName,
         },
         pods,
     },
+    firewall::bypass::Findings,
     lease::Subnets,
     netlink::{link::Link, mirror::Tables},
     peer_table::PeerTable,
@@ -178,13 +179,47 @@ impl FastPath {
         }
     }
 
-    /// For `status`: the mode in use and why not a better one, such as the
-    /// [obstacle](forwarding_obstacle).
-    pub fn status(&self, obstacle: Option<&str>) -> Value {
+    /// What others do by TC at the devices that all pods' packets cross, which flows do not.
+    pub fn strangers(&self, tables: &Tables, tunnels: &[Tunnel]) -> Findings {
+        let Self::On(datapath) = self else { return Findings::default() };
+        let pods = pods(tables, tunnels);
+        let mut findings = Findings::default();
+        let bridges = pod_devices(tables, tunnels);
+        let bridges = bridges.into_iter().filter(|device| !pods.contains(device));
+        let tunnels = tunnels.iter().map(|tunnel| (tunnel.link, true));
+        for (index, tunnel) in tunnels.chain(bridges.map(|device| (device, false))) {
+            let Some(link) = tables.links.get(&index) else { continue };
+            let name = &link.name;
+            match datapath.strangers_at(index) {
+                Strangers::None => {}
+                // What the programs take at the tunnel's device never gets to its queue.
+                Strangers::Shape if tunnel => {
+                    findings.outer = Some(format!("device {name} has a shaping queue"));
+                }
+                _ => {
+                    findings.inner =
+                        Some(format!("device {name} has a TC program or queue of others"));
+                }
+            }
+        }
+        findings
+    }
+
+    /// What carries packets, and why not something better: `kernel`, or the mode of the fast path.
+    pub fn in_use<'a>(&'a self, choice: &'a Choice) -> (&'static str, &'a str) {
+        match self {
+            Self::On(datapath) => (datapath.fast_path(), &choice.reason),
+            Self::Off(reason) => ("kernel", reason),
+            Self::Pending | Self::Loading(_) => ("kernel", "still starting"),
+        }
+    }
+
+    /// For `status`: the mode in use and why not a better one.
+    pub fn status(&self, choice: &Choice) -> Value {
         match self {
             Self::On(datapath) => json!({
                 "mode": "ebpf",
-                "reason": obstacle.unwrap_or_default(),
+                "reason": choice.reason,
                 "fast_path": datapath.fast_path(),
                 "programs": datapath.status(),
             }),
@@ -213,36 +248,15 @@ pub struct Sources<'a> {
     pub wanted: Option<&'a Wanted>,
     /// All peers.
     pub peers: &'a PeerTable,
-    /// Whether the host has `IPsec` policies.
-    pub ipsec: bool,
-}
-
-/// Why the programs only filter and count, if so.
-pub fn forwarding_obstacle(
-    options: &VxlanOptions,
-    config: &FastPathConfig,
-    ipsec: bool,
-) -> Option<&'static str> {
-    // The program takes no part in what the first two add to the header or to the forwarding
-    // entries, and no packet of ours passes an IPsec policy.
-    if options.gbp {
-        Some("Backend.GBP: the kernel's device carries all packets")
-    } else if options.learning {
-        Some("Backend.Learning: the kernel's device carries all packets")
-    } else if config.mode == FastPathMode::Off {
-        Some("--fast-path off: the kernel's device carries all packets")
-    } else if ipsec {
-        Some("the host has IPsec policies, which only the kernel's device follows")
-    } else {
-        None
-    }
+    /// How much of the host's stack may be skipped.
+    pub choice: &'a Choice,
 }
 
 /// What the programs shall do: what the kernel does already, and nothing that it does not.
 pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let Sources { options, config, tables, underlay, tunnels, .. } = sources;
     let ours = |index: u32| tunnels.iter().any(|tunnel| tunnel.link == index);
-    let forward = forwarding_obstacle(options, config, sources.ipsec).is_none();
+    let forward = sources.choice.mode != FastPathMode::Off;
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
         pod_devices: pod_devices(tables, tunnels),
@@ -263,13 +277,13 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         other_vnis: tables.links.values().any(|link| {
             link.vxlan.as_ref().is_some_and(|vxlan| vxlan.port == options.port) && !ours(link.index)
         }),
-        flows: flows(sources, forward),
+        flows: flows(sources),
     }
 }
 
 /// What is asked of flows; `None` if none shall bypass the stack.
-fn flows(sources: &Sources<'_>, forward: bool) -> Option<FlowsWanted> {
-    if !forward || sources.config.mode != FastPathMode::Flows {
+fn flows(sources: &Sources<'_>) -> Option<FlowsWanted> {
+    if sources.choice.mode != FastPathMode::Flows {
         return None;
     }
     let mtu = |family| {
