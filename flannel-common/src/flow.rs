@@ -194,8 +194,9 @@ pub struct Flow {
     pub pod_frame: FrameAddresses,
     /// What the stack writes into the tunnel: the peer's MAC, then our own.
     pub tunnel_frame: FrameAddresses,
-    /// Keeps the size a multiple of eight; zero.
-    pub reserved: u32,
+    /// The kernel's hash of packets whose sender's socket gave them none; 0 is not known yet.
+    /// Computing it takes longer than all that a program does with a packet.
+    pub hash: u32,
 }
 
 /// The agent has let the flow bypass the stack.

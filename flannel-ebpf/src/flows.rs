@@ -279,6 +279,19 @@ pub fn before<F: Family>(
     }
 }
 
+/// Has a packet of a known flow go with the flow's hash.
+#[inline(always)]
+pub fn hash(skb: Skb, flow: &mut Flow) {
+    if !skb.lacks_hash() {
+        return;
+    }
+    if flow.hash == 0 {
+        flow.hash = skb.hash();
+    } else {
+        skb.set_hash(flow.hash);
+    }
+}
+
 /// A packet that came out of the stack.
 #[inline(always)]
 pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
@@ -291,6 +304,9 @@ pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
     let seen = seen(skb, &head);
     // SAFETY: as above.
     let flow = unsafe { &mut *flow };
+    if matches!(direction, Direction::Out) {
+        hash(skb, flow);
+    }
     if flow.after(direction, &seen, inner.segment, rules) {
         // Without room the agent hears of it the next time.
         let _ = maps::EVENTS.output(F::offer(&inner.key), 0);

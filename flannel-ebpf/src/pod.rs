@@ -53,7 +53,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
 }
 
 /// Calls, not inlined: each family has its own headers on its own stack.
-#[inline(never)]
+#[inline(always)]
 fn send_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     send::<V4>(Skb::from(raw), rules)
 }
@@ -63,7 +63,7 @@ fn send_v6(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     send::<V6>(Skb::from(raw), rules)
 }
 
-#[inline(never)]
+#[inline(always)]
 fn delivered_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     flows::after::<V4>(Skb::from(raw), Direction::In, rules);
     0
@@ -91,6 +91,7 @@ fn send<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
     if !F::hop(skb) || !flows::address(skb, &frame) {
         return TC_ACT_SHOT;
     }
+    flows::hash(skb, flow);
     flows::count(flow, Direction::Out);
     flows::brand(skb);
     // SAFETY: a helper without conditions.

@@ -35,7 +35,7 @@ pub fn run(ctx: &TcContext) -> i32 {
     }
 }
 
-#[inline(never)]
+#[inline(always)]
 fn v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     deliver::<V4>(Skb::from(raw), rules)
 }

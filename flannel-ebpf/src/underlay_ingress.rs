@@ -252,9 +252,8 @@ fn take_out<F: Family, H: Header>(
 ///
 /// This and other functions are visible from outside, so that the kernel verifies each once and for
 /// itself, not in every state of its caller.
-#[unsafe(no_mangle)]
-#[inline(never)]
-extern "C" fn underlay_to_pod_v4(raw: *mut __sk_buff, set_ce: u32) -> i64 {
+#[inline(always)]
+fn underlay_to_pod_v4(raw: *mut __sk_buff, set_ce: u32) -> i64 {
     let head: Option<HeadV4> = Skb::from(raw).in_place();
     skb::pack(head.map_or(Ok(NEXT), |head| to_pod::<V4, _>(raw.into(), &head, OVERHEAD_V4, set_ce)))
 }
