@@ -96,9 +96,18 @@ pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
     Ok(Inner { frame, ds_field, wire_len })
 }
 
+/// Who sends a packet that no way is known for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Asker {
+    /// The tunnel device's own program: what it leaves, the device sends.
+    Tunnel,
+    /// A pod's: what it leaves comes to the tunnel device's program.
+    Pod,
+}
+
 /// Finds the peer's end. Now and then the kernel's device has to send a packet itself.
 #[inline(always)]
-pub fn vtep(frame: &Ethernet, tunnel: u16) -> Result<Vtep, Outcome> {
+pub fn vtep(frame: &Ethernet, tunnel: u16, asker: Asker) -> Result<Vtep, Outcome> {
     let [a, b, c, ..] = *frame;
     let key = VtepKey { mac: mac_bytes(&[a, b, c]), tunnel };
     let vtep = maps::VTEPS.get_ptr_mut(key).ok_or(Outcome::NoVtep)?;
@@ -107,7 +116,9 @@ pub fn vtep(frame: &Ethernet, tunnel: u16) -> Result<Vtep, Outcome> {
     // SAFETY: a helper without conditions.
     let now = unsafe { bpf_jiffies64() };
     if now.wrapping_sub(vtep.kernel_jiffies) > REFRESH_JIFFIES {
-        vtep.kernel_jiffies = now;
+        if asker == Asker::Tunnel {
+            vtep.kernel_jiffies = now;
+        }
         return Err(Outcome::Refresh);
     }
     Ok(*vtep)
@@ -150,6 +161,8 @@ struct Sought {
     hash: u32,
     /// Now, in jiffies.
     now: u64,
+    /// Whether a [`Asker::Pod`] asks.
+    for_pod: u32,
 }
 
 impl Way {
@@ -167,7 +180,8 @@ impl Way {
     #[inline(always)]
     fn find(&mut self, skb: Skb, config: &Config, sought: &Sought) -> Result<i32, Outcome> {
         self.mtu = 0;
-        let vtep = vtep(&sought.frame, VtepKey::V4)?;
+        let asker = if sought.for_pod == 0 { Asker::Tunnel } else { Asker::Pod };
+        let vtep = vtep(&sought.frame, VtepKey::V4, asker)?;
         let port = port(config, sought.hash)?;
         // SAFETY: all zeros are a valid value.
         let mut fib: FibLookup = unsafe { mem::zeroed() };
@@ -198,14 +212,20 @@ fn find_way(raw: *mut __sk_buff, config: &Config, way: &mut Way, sought: &Sought
 /// Puts the packet into the tunnel over IPv4; returns the interface to send to, or why not
 /// by its number. On an error nothing was changed, but for `DropNoMemory`.
 #[inline(always)]
-pub fn push_over_v4(skb: Skb, config: &Config, inner: &Inner) -> Result<u32, u32> {
+pub fn push_over_v4(
+    skb: Skb,
+    config: &Config,
+    inner: &Inner,
+    asker: Asker,
+) -> Result<u32, u32> {
     let too_big = Outcome::TooBig.index();
     let ip_len = skb.len().saturating_sub(ETHERNET_LEN as u32);
     let len = outer_len(ip_len, OVERHEAD_V4).ok_or(too_big)?;
     let wire_len = outer_len(inner.wire_len, OVERHEAD_V4).ok_or(too_big)?;
     // SAFETY: a helper without conditions.
     let now = unsafe { bpf_jiffies64() };
-    let sought = Sought { frame: inner.frame, wire_len, hash: skb.hash(), now };
+    let for_pod = u32::from(asker == Asker::Pod);
+    let sought = Sought { frame: inner.frame, wire_len, hash: skb.hash(), now, for_pod };
     let slot = sought.hash & (WAYS as u32 - 1);
     let way = maps::WAYS.get_ptr_mut(slot).ok_or(Outcome::NoRoom.index())?;
     // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.

@@ -12,7 +12,8 @@ use flannel_common::{
 };
 
 use crate::{
-    count, encap,
+    count,
+    encap::{self, Asker},
     flows::{self, V4, V6},
     maps,
     skb::{self, Skb},
@@ -86,7 +87,7 @@ fn send(skb: Skb, config: &Config) -> Result<i32, u32> {
 #[inline(always)]
 fn over_v4(skb: Skb, config: &Config) -> Result<i32, u32> {
     let inner = encap::inspect(skb).map_err(Outcome::index)?;
-    Ok(encap::send(encap::push_over_v4(skb, config, &inner)?))
+    Ok(encap::send(encap::push_over_v4(skb, config, &inner, Asker::Tunnel)?))
 }
 
 #[inline(never)]
@@ -94,7 +95,7 @@ fn over_v6(raw: *mut __sk_buff, config: &Config, inner_sum: i64) -> i64 {
     let skb = Skb::from(raw);
     skb::pack(encap::inspect(skb).and_then(|inner| {
         let head = maps::scratch().ok_or(Outcome::NoRoom)?;
-        let vtep = encap::vtep(&inner.frame, VtepKey::V6)?;
+        let vtep = encap::vtep(&inner.frame, VtepKey::V6, Asker::Tunnel)?;
         let ifindex = encap::prepare_v6(skb, config, &inner, inner_sum, &vtep, head)?;
         encap::push_v6(skb, head)?;
         Ok(encap::send(ifindex))

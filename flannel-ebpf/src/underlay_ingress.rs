@@ -277,7 +277,7 @@ fn to_pod<F: Family, H: Header>(
     let flow = flows::look_inside::<F, H>(head, flows::IP + overhead, skb.len(), rules);
     let Some(flow) = flow else { return Ok(NEXT) };
     let ifindex = flow.pod_ifindex;
-    if !flows::takes(skb, ifindex, overhead as u32) {
+    if !flows::takes(skb, &mut flow.taken[1], ifindex, overhead as u32) {
         return Ok(NEXT);
     }
     let frame = flows::ethernet(&flow.pod_frame, F::ETHERTYPE);
