@@ -142,10 +142,9 @@ fn put_udp<const N: usize>(head: &mut Words<N>, udp: usize, outer: &Outer<'_>, u
 
 /// The sum of an inner IPv6 packet that somebody later completes (`CHECKSUM_PARTIAL`): its header
 /// and, for the rest, the complement of its pseudo header, whatever the payload is. `None` if
-/// the packet is not of that kind, so that its bytes would have to be summed. `hops` are taken
-/// from the hop limit.
+/// the packet is not of that kind, so that its bytes would have to be summed.
 #[inline(always)]
-pub fn inner_sum<H: Header + ?Sized>(inner: &H, hops: u8) -> Option<u32> {
+pub fn inner_sum<H: Header + ?Sized>(inner: &H) -> Option<u32> {
     let ip = ETHERNET_LEN;
     let next = inner.byte(ip + 6);
     let checksum = match next {
@@ -158,10 +157,7 @@ pub fn inner_sum<H: Header + ?Sized>(inner: &H, hops: u8) -> Option<u32> {
     if checksum != pseudo {
         return None;
     }
-    let header = inner.sum(ip, IPV6_LEN);
-    // One's complement: subtracting is adding the complement.
-    let hops = u32::from(!raw_word(u16::from(hops)));
-    Some(header + hops + u32::from(!pseudo))
+    Some(inner.sum(ip, IPV6_LEN) + u32::from(!pseudo))
 }
 
 /// Whether an outer UDP checksum over IPv6 is right, given that the inner transport checksum is

@@ -180,6 +180,8 @@ pub struct Flow {
     pub offered: u64,
     /// By direction, how many packets bypassed the stack. Merged ones count once.
     pub bypassed: [u64; 2],
+    /// By direction, what the device at the way's end was found to take.
+    pub taken: [Taken; 2],
     /// The epoch in which the proof began.
     pub epoch: u32,
     /// [`PROMOTED`], [`CLOSED`].
@@ -194,8 +196,19 @@ pub struct Flow {
     pub pod_frame: FrameAddresses,
     /// What the stack writes into the tunnel: the peer's MAC, then our own.
     pub tunnel_frame: FrameAddresses,
-    /// Keeps the size a multiple of eight; zero.
-    pub reserved: u32,
+    /// The kernel's hash of packets whose sender's socket gave them none; 0 is not known yet.
+    /// Computing it takes longer than all that a program does with a packet.
+    pub hash: u32,
+}
+
+/// What a device takes, and since when that is known.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Taken {
+    /// When the kernel was asked, in jiffies; the last bits.
+    pub asked: u32,
+    /// A frame's length that it said yes to; of a merged packet, that of each of its parts.
+    pub len: u32,
 }
 
 /// The agent has let the flow bypass the stack.
@@ -208,9 +221,9 @@ const _: () = {
     assert!(size_of::<Flow6Key>() == 40);
     assert!(size_of::<FlowRules>() == 72);
     assert!(offset_of!(FlowRules, subnet_v4) == 28);
-    assert!(size_of::<Flow>() == 112);
-    assert!(offset_of!(Flow, epoch) == 64);
-    assert!(offset_of!(Flow, pod_frame) == 84);
+    assert!(size_of::<Flow>() == 128);
+    assert!(offset_of!(Flow, epoch) == 80);
+    assert!(offset_of!(Flow, pod_frame) == 100);
     assert!(size_of::<Offer>() == 64);
 };
 

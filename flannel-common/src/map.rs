@@ -12,7 +12,7 @@ use bytemuck::{Pod, Zeroable};
 /// another version are left alone, so it must change with any layout, size or meaning here.
 ///
 /// [`Outcome`]: crate::outcome::Outcome
-pub const SCHEMA_VERSION: u32 = 2;
+pub const SCHEMA_VERSION: u32 = 3;
 
 /// How many outer addresses `PEERS` and `PEER_COUNTERS` have room for.
 pub const MAX_PEERS: u32 = 16_384;

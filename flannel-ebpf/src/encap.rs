@@ -13,7 +13,7 @@ use aya_ebpf::{
         bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, bpf_fib_lookup as FibLookup,
     },
     helpers::{
-        bpf_fib_lookup, bpf_get_hash_recalc, bpf_get_prandom_u32, bpf_jiffies64, bpf_redirect,
+        bpf_fib_lookup, bpf_get_prandom_u32, bpf_jiffies64, bpf_redirect,
         bpf_skb_adjust_room,
     },
 };
@@ -30,7 +30,10 @@ use flannel_common::{
     },
 };
 
-use crate::{maps, skb::Skb};
+use crate::{
+    maps,
+    skb::{self, Skb},
+};
 
 /// After so many jiffies a packet goes by the kernel's device: between a quarter of a second and
 /// two and a half, by the kernel's HZ.
@@ -54,9 +57,6 @@ pub struct Inner {
     pub frame: Ethernet,
     /// The DS field.
     pub ds_field: u8,
-    /// What a router on the way has taken, or is about to take, from the hop limit *after* the
-    /// headers are made.
-    pub hops: u8,
     /// The length of the longest IP packet that this is on the wire.
     pub wire_len: u32,
 }
@@ -93,12 +93,21 @@ pub fn inspect(skb: Skb) -> Result<Inner, Outcome> {
         };
         header_len + transport + gso_size
     };
-    Ok(Inner { frame, ds_field, hops: 0, wire_len })
+    Ok(Inner { frame, ds_field, wire_len })
+}
+
+/// Who sends a packet that no way is known for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Asker {
+    /// The tunnel device's own program: what it leaves, the device sends.
+    Tunnel,
+    /// A pod's: what it leaves comes to the tunnel device's program.
+    Pod,
 }
 
 /// Finds the peer's end. Now and then the kernel's device has to send a packet itself.
 #[inline(always)]
-pub fn vtep(frame: &Ethernet, tunnel: u16) -> Result<Vtep, Outcome> {
+pub fn vtep(frame: &Ethernet, tunnel: u16, asker: Asker) -> Result<Vtep, Outcome> {
     let [a, b, c, ..] = *frame;
     let key = VtepKey { mac: mac_bytes(&[a, b, c]), tunnel };
     let vtep = maps::VTEPS.get_ptr_mut(key).ok_or(Outcome::NoVtep)?;
@@ -107,7 +116,9 @@ pub fn vtep(frame: &Ethernet, tunnel: u16) -> Result<Vtep, Outcome> {
     // SAFETY: a helper without conditions.
     let now = unsafe { bpf_jiffies64() };
     if now.wrapping_sub(vtep.kernel_jiffies) > REFRESH_JIFFIES {
-        vtep.kernel_jiffies = now;
+        if asker == Asker::Tunnel {
+            vtep.kernel_jiffies = now;
+        }
         return Err(Outcome::Refresh);
     }
     Ok(*vtep)
@@ -140,31 +151,38 @@ pub struct Way {
     mtu: u32,
 }
 
+/// Whose way is sought.
+struct Sought {
+    /// The inner frame, between the tunnel devices.
+    frame: Ethernet,
+    /// The longest outer IP packet.
+    wire_len: u16,
+    /// The flow's hash.
+    hash: u32,
+    /// Now, in jiffies.
+    now: u64,
+    /// Whether a [`Asker::Pod`] asks.
+    for_pod: u32,
+}
+
 impl Way {
-    /// Whether it is a packet's: of the same flow, and between the same tunnel devices.
+    /// Whether this is the one.
     #[inline(always)]
-    fn is_of(&self, hash: u32, frame: &Ethernet, wire_len: u16, now: u64) -> bool {
+    fn is(&self, sought: &Sought) -> bool {
         let inside: Ethernet = self.head.words(OVERHEAD_V4);
-        self.hash == hash
-            && now.wrapping_sub(self.found) <= BELIEVED_JIFFIES
-            && u32::from(wire_len) <= self.mtu
-            && inside == *frame
+        self.hash == sought.hash
+            && sought.now.wrapping_sub(self.found) <= BELIEVED_JIFFIES
+            && u32::from(sought.wire_len) <= self.mtu
+            && inside == sought.frame
     }
 
-    /// Finds the way over IPv4. On an error it is nobody's.
+    /// Finds it. On an error it is nobody's.
     #[inline(always)]
-    fn find(
-        &mut self,
-        skb: Skb,
-        config: &Config,
-        frame: &Ethernet,
-        hash: u32,
-        wire_len: u16,
-        now: u64,
-    ) -> Result<(), Outcome> {
+    fn find(&mut self, skb: Skb, config: &Config, sought: &Sought) -> Result<i32, Outcome> {
         self.mtu = 0;
-        let vtep = vtep(frame, VtepKey::V4)?;
-        let port = port(config, hash)?;
+        let asker = if sought.for_pod == 0 { Asker::Tunnel } else { Asker::Pod };
+        let vtep = vtep(&sought.frame, VtepKey::V4, asker)?;
+        let port = port(config, sought.hash)?;
         // SAFETY: all zeros are a valid value.
         let mut fib: FibLookup = unsafe { mem::zeroed() };
         fib.family = AF_INET;
@@ -172,61 +190,70 @@ impl Way {
         fib.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes([a, b, c, d]);
         let [.., a, b, c, d] = vtep.remote.octets;
         fib.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes([a, b, c, d]);
-        let next_hop = route(skb, config, &mut fib, port, wire_len)?;
-        let outer = outer(config, &config.v4, frame, &vtep, port, &next_hop);
+        let next_hop = route(skb, config, &mut fib, port, sought.wire_len)?;
+        let outer = outer(config, &config.v4, &sought.frame, &vtep, port, &next_hop);
         self.head = HeadV4::ZERO;
         self.sum = encap::begin_v4(&mut self.head, &outer);
-        self.hash = hash;
+        self.hash = sought.hash;
         self.ifindex = fib.ifindex;
-        self.found = now;
+        self.found = sought.now;
         // SAFETY: where the helper has put it (Linux 5.12), if it was asked about a length.
         self.mtu = u32::from(unsafe { fib.__bindgen_anon_1.mtu_result });
-        Ok(())
+        Ok(0)
     }
 }
 
-/// Puts the packet into the tunnel over IPv4; returns the interface to send to. On an error nothing
-/// was changed, but for `DropNoMemory`.
+/// [`Way::find`]. A call, for the stack's sake: few packets need it.
+#[inline(never)]
+fn find_way(raw: *mut __sk_buff, config: &Config, way: &mut Way, sought: &Sought) -> i64 {
+    skb::pack(way.find(raw.into(), config, sought))
+}
+
+/// Puts the packet into the tunnel over IPv4; returns the interface to send to, or why not
+/// by its number. On an error nothing was changed, but for `DropNoMemory`.
 #[inline(always)]
-pub fn push_over_v4(skb: Skb, config: &Config, inner: &Inner) -> Result<u32, Outcome> {
-    let len = outer_len(skb.len().saturating_sub(ETHERNET_LEN as u32), OVERHEAD_V4)
-        .ok_or(Outcome::TooBig)?;
-    let wire_len = outer_len(inner.wire_len, OVERHEAD_V4).ok_or(Outcome::TooBig)?;
-    // SAFETY: the kernel passes a valid context.
-    let hash = unsafe { bpf_get_hash_recalc(skb.raw()) };
-    let way = maps::WAYS.get_ptr_mut(hash & (WAYS as u32 - 1)).ok_or(Outcome::NoRoom)?;
-    // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.
-    let way = unsafe { &mut *way };
+pub fn push_over_v4(
+    skb: Skb,
+    config: &Config,
+    inner: &Inner,
+    asker: Asker,
+) -> Result<u32, u32> {
+    let too_big = Outcome::TooBig.index();
+    let ip_len = skb.len().saturating_sub(ETHERNET_LEN as u32);
+    let len = outer_len(ip_len, OVERHEAD_V4).ok_or(too_big)?;
+    let wire_len = outer_len(inner.wire_len, OVERHEAD_V4).ok_or(too_big)?;
     // SAFETY: a helper without conditions.
     let now = unsafe { bpf_jiffies64() };
-    if !way.is_of(hash, &inner.frame, wire_len, now) {
-        way.find(skb, config, &inner.frame, hash, wire_len, now)?;
+    let for_pod = u32::from(asker == Asker::Pod);
+    let sought = Sought { frame: inner.frame, wire_len, hash: skb.hash(), now, for_pod };
+    let slot = sought.hash & (WAYS as u32 - 1);
+    let way = maps::WAYS.get_ptr_mut(slot).ok_or(Outcome::NoRoom.index())?;
+    // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.
+    let way = unsafe { &mut *way };
+    if !way.is(&sought) {
+        skb::unpack(find_way(skb.raw(), config, way, &sought))?;
     }
     let each = Each { ds_field: inner.ds_field, len };
     encap::complete_v4(&mut way.head, way.sum, each, id(skb.segments()));
-    push_v4(skb, &way.head)?;
+    push_v4(skb, &way.head).map_err(Outcome::index)?;
     Ok(way.ifindex)
 }
 
-/// Finds the way over IPv6 and makes the headers; returns the interface to send to. What is to be
-/// segmented is left to the kernel: only it can promise a checksum for every segment.
+/// Finds the way over IPv6 and makes the headers; returns the interface to send to. `inner_sum` is
+/// [`inner_sum`]'s.
 #[inline(always)]
 pub fn prepare_v6(
     skb: Skb,
     config: &Config,
     inner: &Inner,
+    inner_sum: i64,
     vtep: &Vtep,
     head: &mut HeadV6,
 ) -> Result<u32, Outcome> {
-    if skb.gso_size() != 0 || skb.ethertype() != ETHERTYPE_IPV6 {
-        return Err(Outcome::NeedsChecksum);
-    }
-    let sum = u32::try_from(inner_sum(skb.raw(), inner.hops));
-    let sum = sum.map_err(|_| Outcome::NeedsChecksum)?;
+    let sum = u32::try_from(inner_sum).map_err(|_| Outcome::NeedsChecksum)?;
     let len = outer_len(skb.len().saturating_sub(ETHERNET_LEN as u32), OVERHEAD_V6)
         .ok_or(Outcome::TooBig)?;
-    // SAFETY: the kernel passes a valid context.
-    let port = port(config, unsafe { bpf_get_hash_recalc(skb.raw()) })?;
+    let port = port(config, skb.hash())?;
     // SAFETY: all zeros are a valid value.
     let mut fib: FibLookup = unsafe { mem::zeroed() };
     fib.family = AF_INET6;
@@ -238,12 +265,21 @@ pub fn prepare_v6(
     Ok(fib.ifindex)
 }
 
-/// [`encap::inner_sum`] of the packet; negative if there is none. A call of its own, for the stack's
-/// sake.
+/// [`encap::inner_sum`] of the packet; negative if there is none. What is to be segmented has none:
+/// only the kernel can promise a checksum for every segment.
+#[inline(always)]
+pub fn inner_sum(skb: Skb) -> i64 {
+    if skb.gso_size() != 0 || skb.ethertype() != ETHERTYPE_IPV6 {
+        return -1;
+    }
+    sum_inner(skb.raw())
+}
+
+/// A call of its own, for the stack's sake.
 #[inline(never)]
-fn inner_sum(raw: *mut __sk_buff, hops: u8) -> i64 {
+fn sum_inner(raw: *mut __sk_buff) -> i64 {
     let head = Skb::from(raw).head::<{ ETHERNET_LEN + IPV6_LEN }>();
-    head.and_then(|head| encap::inner_sum(&head, hops)).map_or(-1, i64::from)
+    head.and_then(|head| encap::inner_sum(&head)).map_or(-1, i64::from)
 }
 
 /// Makes room for the headers over IPv4 and puts them there. On an error nothing was changed, but

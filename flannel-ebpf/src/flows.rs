@@ -3,13 +3,13 @@
 
 use aya_ebpf::{
     btf_maps::lpm_trie::Key,
-    helpers::{bpf_check_mtu, bpf_ktime_get_coarse_ns, bpf_ktime_get_ns, bpf_skb_store_bytes},
+    helpers::{bpf_check_mtu, bpf_jiffies64, bpf_ktime_get_ns, bpf_skb_store_bytes},
 };
 use flannel_common::{
     encap::Ethernet,
     flow::{
         Direction, Flow, Flow4Key, Flow6Key, FlowRules, FrameAddresses, Offer, Seen, Segment,
-        Verdict,
+        Taken, Verdict,
         packet::{self, Inner},
     },
     map::{Config, Tunnel},
@@ -25,6 +25,9 @@ use crate::{
 
 /// Where the IP header of a frame begins.
 pub const IP: usize = ETHERNET_LEN;
+
+/// For so many jiffies a device is believed to be as it was.
+const BELIEVED_JIFFIES: u32 = 1;
 
 /// `BPF_F_RECOMPUTE_CSUM`.
 const RECOMPUTE_CHECKSUM: u64 = 1;
@@ -194,13 +197,34 @@ pub fn rules() -> Option<&'static FlowRules> {
     maps::FLOW_RULES.get(0).filter(|rules| rules.alive_until != 0)
 }
 
-/// Where and when. The time is that of the last tick, up to ten milliseconds ago, and so cheap to
-/// have.
+/// A reading of the clock.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Reading {
+    /// When it was read, in jiffies.
+    jiffies: u64,
+    /// Nanoseconds of the monotonic clock.
+    nanos: u64,
+}
+
+/// Nanoseconds of the monotonic clock, up to ten milliseconds ago: a CPU reads it once in a jiffy.
+#[inline(always)]
+fn now() -> u64 {
+    // SAFETY: helpers without conditions.
+    let (jiffies, read) = unsafe { (bpf_jiffies64(), || bpf_ktime_get_ns()) };
+    let Some(reading) = maps::CLOCK.get_ptr_mut(0) else { return read() };
+    // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.
+    let reading = unsafe { &mut *reading };
+    if reading.jiffies != jiffies {
+        *reading = Reading { jiffies, nanos: read() };
+    }
+    reading.nanos
+}
+
+/// Where and when.
 #[inline(always)]
 fn seen<H: Header>(skb: Skb, head: &H) -> Seen {
-    // SAFETY: a helper without conditions.
-    let now = unsafe { bpf_ktime_get_coarse_ns() };
-    Seen { ifindex: skb.ifindex(), frame: head.words(0), now }
+    Seen { ifindex: skb.ifindex(), frame: head.words(0), now: now() }
 }
 
 /// A packet in plain sight: neither marked nor tagged.
@@ -239,6 +263,17 @@ fn segment<K>(skb: Skb, inner: &Inner<K>, mtu: u32) -> Segment {
     if inner.segment == Segment::Plain && !may { Segment::Odd } else { inner.segment }
 }
 
+/// Makes an entry. A call, for the stack's sake: a flow needs it once.
+#[inline(never)]
+fn begin<F: Family>(key: &F::Key, seen: &Seen, rules: &FlowRules) -> i32 {
+    // The exact time, to tell two flows with one tuple within a jiffy.
+    // SAFETY: a helper without conditions.
+    let mut flow = Flow::begin(unsafe { bpf_ktime_get_ns() }, rules);
+    let _ = flow.before(Direction::Out, seen, Segment::Plain, rules);
+    F::insert(key, &flow);
+    0
+}
+
 /// A packet before the stack: its flow, if it may bypass the stack.
 #[inline(always)]
 pub fn before<F: Family>(
@@ -259,11 +294,7 @@ pub fn before<F: Family>(
             && matches!(direction, Direction::Out)
             && F::is_tunnelled(&inner.key)
         {
-            // The exact time, to tell two flows with one tuple within a tick.
-            // SAFETY: a helper without conditions.
-            let mut flow = Flow::begin(unsafe { bpf_ktime_get_ns() }, rules);
-            let _ = flow.before(direction, &seen, segment, rules);
-            F::insert(&inner.key, &flow);
+            begin::<F>(&inner.key, &seen, rules);
         }
         return None;
     };
@@ -279,6 +310,19 @@ pub fn before<F: Family>(
     }
 }
 
+/// Has a packet of a known flow go with the flow's hash.
+#[inline(always)]
+pub fn hash(skb: Skb, flow: &mut Flow) {
+    if !skb.lacks_hash() {
+        return;
+    }
+    if flow.hash == 0 {
+        flow.hash = skb.hash();
+    } else {
+        skb.set_hash(flow.hash);
+    }
+}
+
 /// A packet that came out of the stack.
 #[inline(always)]
 pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
@@ -291,6 +335,9 @@ pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
     let seen = seen(skb, &head);
     // SAFETY: as above.
     let flow = unsafe { &mut *flow };
+    if matches!(direction, Direction::Out) {
+        hash(skb, flow);
+    }
     if flow.after(direction, &seen, inner.segment, rules) {
         // Without room the agent hears of it the next time.
         let _ = maps::EVENTS.output(F::offer(&inner.key), 0);
@@ -315,41 +362,54 @@ pub fn look_inside<F: Family, H: Header>(
         return None;
     }
     let flow = F::find(&inner.key)?;
-    // SAFETY: a helper without conditions.
-    let now = unsafe { bpf_ktime_get_coarse_ns() };
-    let seen = Seen { ifindex: 0, frame: [0; 6], now };
+    let seen = Seen { ifindex: 0, frame: [0; 6], now: now() };
     // SAFETY: as above.
     let flow = unsafe { &mut *flow };
     flow.may_pass(Direction::In, &seen, rules).then_some(flow)
 }
 
-/// Whether the pod's device is there and takes a packet of this length.
+/// Whether a device is there and takes a packet, after it has become shorter, or each of those that
+/// a merged one is made of. The kernel is asked once in a while.
 #[inline(always)]
-pub fn takes(skb: Skb, ifindex: u32, shorter_by: u32) -> bool {
+pub fn takes(skb: Skb, taken: &mut Taken, ifindex: u32, shorter_by: u32) -> bool {
+    // SAFETY: a helper without conditions.
+    let now = unsafe { bpf_jiffies64() } as u32;
+    let merged = skb.gso_size() != 0;
+    let len = if merged { segment_len(skb) } else { skb.len().saturating_sub(shorter_by) };
+    if now.wrapping_sub(taken.asked) <= BELIEVED_JIFFIES && len <= taken.len {
+        return true;
+    }
     let mut mtu = 0;
     let delta = -(shorter_by as i32);
-    // SAFETY: the helper writes one number.
-    ifindex != 0
-        && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } == 0
-        // The helper takes a merged packet for one that fits. The number it wrote is the MTU.
-        && (skb.gso_size() == 0 || segment_len(skb).is_some_and(|len| len <= mtu))
+    // SAFETY: the helper writes one number: the device's MTU, without the Ethernet header.
+    if ifindex == 0
+        || unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } != 0
+        // The helper takes a merged packet for one that fits.
+        || (merged && len > mtu + ETHERNET_LEN as u32)
+    {
+        return false;
+    }
+    *taken = Taken { asked: now, len };
+    true
 }
 
-/// The length from the IP header on of each packet that a merged one is made of, which may bypass
-/// the stack: it has neither options nor extension headers.
+/// The length of each packet that a merged one is made of, from the Ethernet header on. It may
+/// bypass the stack: it has neither options nor extension headers. A length that cannot be read is
+/// longer than any device's.
 #[inline(always)]
-fn segment_len(skb: Skb) -> Option<u32> {
+fn segment_len(skb: Skb) -> u32 {
     const IP: u32 = ETHERNET_LEN as u32;
     let (header, protocol_at) =
         if skb.ethertype() == ETHERTYPE_IPV4 { (20, IP + 9) } else { (40, IP + 6) };
-    let [protocol] = skb.bytes(protocol_at)?;
-    let transport = if protocol == TCP {
-        let [offset] = skb.bytes(IP + header + 12)?;
-        u32::from(offset >> 4) * 4
-    } else {
-        8
+    let transport = match skb.bytes(protocol_at) {
+        Some([TCP]) => match skb.bytes(IP + header + 12) {
+            Some([offset]) => u32::from(offset >> 4) * 4,
+            None => return u32::MAX,
+        },
+        Some(_) => 8,
+        None => return u32::MAX,
     };
-    Some(header + transport + skb.gso_size())
+    IP + header + transport + skb.gso_size()
 }
 
 /// Writes a frame's addresses.

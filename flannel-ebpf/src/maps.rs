@@ -1,4 +1,4 @@
-//! The maps. All but the last five are pinned; their layout is `flannel_common::map`.
+//! The maps. All but the last six are pinned; their layout is `flannel_common::map`.
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
@@ -15,6 +15,7 @@ use flannel_common::{
 use crate::{
     decap::BURSTS,
     encap::{WAYS as WAYS_ROOM, Way},
+    flows::Reading,
 };
 
 const PEERS_ROOM: usize = MAX_PEERS as usize;
@@ -81,6 +82,10 @@ pub static BURST_JIFFIES: Array<u64, BURSTS> = Array::new();
 /// Ways into the tunnel over IPv4, by the last bits of the flows' hashes.
 #[btf_map]
 pub static WAYS: PerCpuArray<Way, WAYS_ROOM> = PerCpuArray::new();
+
+/// The clock, as flows have it.
+#[btf_map]
+pub static CLOCK: PerCpuArray<Reading, 1> = PerCpuArray::new();
 
 /// The next IP id of outer packets.
 #[btf_map]

@@ -1,5 +1,5 @@
 //! The host side of a pod's device. At its TC ingress are the pod's packets before the stack:
-//! those of promoted flows go to the tunnel's device at once, as the stack would send them there.
+//! those of promoted flows go into the tunnel at once, with the frame that the stack would give them.
 //! At its TC egress is what the stack delivers.
 
 use aya_ebpf::{
@@ -9,11 +9,14 @@ use aya_ebpf::{
 };
 use flannel_common::{
     flow::{Direction, FlowRules},
-    map::switch,
+    map::{Config, switch},
+    outcome::Outcome,
     wire::{ETHERTYPE_IPV4, ETHERTYPE_IPV6},
 };
 
 use crate::{
+    count,
+    encap::{self, Asker},
     flows::{self, Family, V4, V6},
     maps,
     skb::Skb,
@@ -53,7 +56,7 @@ pub fn egress(ctx: &TcContext) -> i32 {
 }
 
 /// Calls, not inlined: each family has its own headers on its own stack.
-#[inline(never)]
+#[inline(always)]
 fn send_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     send::<V4>(Skb::from(raw), rules)
 }
@@ -63,7 +66,7 @@ fn send_v6(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     send::<V6>(Skb::from(raw), rules)
 }
 
-#[inline(never)]
+#[inline(always)]
 fn delivered_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     flows::after::<V4>(Skb::from(raw), Direction::In, rules);
     0
@@ -75,8 +78,7 @@ fn delivered_v6(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     0
 }
 
-/// To the tunnel's device, if the flow may bypass the stack: it encapsulates, by our program or, if
-/// that has doubts, by itself.
+/// Into the tunnel, if the flow may bypass the stack.
 #[inline(always)]
 fn send<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
     let Some(flow) = flows::before::<F>(skb, Direction::Out, rules) else {
@@ -85,14 +87,37 @@ fn send<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
     let Some(config) = maps::CONFIG.get(0) else { return TC_ACT_UNSPEC };
     let ifindex = F::tunnel(config).ifindex;
     let frame = flow.tunnel_frame;
-    if config.switches & switch::ENCAP == 0 || !flows::takes(skb, ifindex, 0) {
+    if config.switches & switch::ENCAP == 0 || !flows::takes(skb, &mut flow.taken[0], ifindex, 0) {
         return TC_ACT_UNSPEC;
     }
     if !F::hop(skb) || !flows::address(skb, &frame) {
         return TC_ACT_SHOT;
     }
+    flows::hash(skb, flow);
     flows::count(flow, Direction::Out);
+    if F::ETHERTYPE == ETHERTYPE_IPV4
+        && let Some(action) = straight(skb, config)
+    {
+        return action;
+    }
+    // Our program there encapsulates it or, if that has doubts, the device itself.
     flows::brand(skb);
     // SAFETY: a helper without conditions.
     (unsafe { bpf_redirect(ifindex, 0) }) as i32
+}
+
+/// From here to the NIC, as the tunnel device's program would send it.
+#[inline(always)]
+fn straight(skb: Skb, config: &Config) -> Option<i32> {
+    let (segments, len) = (skb.segments(), skb.len());
+    let inner = encap::inspect(skb).ok()?;
+    let (outcome, action) = match encap::push_over_v4(skb, config, &inner, Asker::Pod) {
+        Ok(ifindex) => (Outcome::Encapsulated, encap::send(ifindex)),
+        Err(outcome) if outcome == Outcome::DropNoMemory.index() => {
+            (Outcome::DropNoMemory, TC_ACT_SHOT)
+        }
+        Err(_) => return None,
+    };
+    count::add(&maps::OUTCOMES, outcome.index(), segments, len);
+    Some(action)
 }

@@ -4,7 +4,10 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{
     bindings::__sk_buff,
-    helpers::{bpf_skb_load_bytes, bpf_skb_pull_data, bpf_skb_store_bytes},
+    helpers::{
+        bpf_get_hash_recalc, bpf_set_hash, bpf_skb_load_bytes, bpf_skb_pull_data,
+        bpf_skb_store_bytes,
+    },
     programs::TcContext,
 };
 use flannel_common::{
@@ -129,6 +132,26 @@ impl Skb {
     #[inline(always)]
     pub fn mark(self) -> u32 {
         self.fields().mark
+    }
+
+    /// The hash of the flow: that of the sender's socket, or the kernel computes it now.
+    #[inline(always)]
+    pub fn hash(self) -> u32 {
+        // SAFETY: the kernel passes a valid context.
+        unsafe { bpf_get_hash_recalc(self.raw) }
+    }
+
+    /// Whether nobody has computed a hash yet.
+    #[inline(always)]
+    pub fn lacks_hash(self) -> bool {
+        self.fields().hash == 0
+    }
+
+    /// Spares the kernel computing the hash.
+    #[inline(always)]
+    pub fn set_hash(self, hash: u32) {
+        // SAFETY: the kernel passes a valid context.
+        unsafe { bpf_set_hash(self.raw, hash) };
     }
 
     /// The device whose hook this is.

@@ -12,7 +12,8 @@ use flannel_common::{
 };
 
 use crate::{
-    count, encap,
+    count,
+    encap::{self, Asker},
     flows::{self, V4, V6},
     maps,
     skb::{self, Skb},
@@ -50,7 +51,7 @@ fn note(skb: Skb) {
     };
 }
 
-#[inline(never)]
+#[inline(always)]
 fn after_v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     flows::after::<V4>(Skb::from(raw), Direction::Out, rules);
     0
@@ -71,34 +72,31 @@ fn send(skb: Skb, config: &Config) -> Result<i32, u32> {
     if skb.mark() != 0 || skb.tagged() {
         return Err(Outcome::Marked.index());
     }
-    // Calls, not inlined: each family has its own headers on its own stack.
-    let result = if skb.ifindex() == config.v4.ifindex {
-        over_v4(skb.raw(), config)
+    if skb.ifindex() == config.v4.ifindex {
+        over_v4(skb, config)
     } else if skb.ifindex() == config.v6.ifindex {
-        over_v6(skb.raw(), config)
+        skb::unpack(over_v6(skb.raw(), config, encap::inner_sum(skb)))
     } else {
         // The device was made anew and the agent has not said so yet.
-        return Err(Outcome::EncapOff.index());
-    };
-    skb::unpack(result)
+        Err(Outcome::EncapOff.index())
+    }
+}
+
+/// What is not inlined below is a call for the stack's sake. Calls are not free, so that the commoner
+/// family does without.
+#[inline(always)]
+fn over_v4(skb: Skb, config: &Config) -> Result<i32, u32> {
+    let inner = encap::inspect(skb).map_err(Outcome::index)?;
+    Ok(encap::send(encap::push_over_v4(skb, config, &inner, Asker::Tunnel)?))
 }
 
 #[inline(never)]
-fn over_v4(raw: *mut __sk_buff, config: &Config) -> i64 {
-    let skb = Skb::from(raw);
-    skb::pack(encap::inspect(skb).and_then(|inner| {
-        let ifindex = encap::push_over_v4(skb, config, &inner)?;
-        Ok(encap::send(ifindex))
-    }))
-}
-
-#[inline(never)]
-fn over_v6(raw: *mut __sk_buff, config: &Config) -> i64 {
+fn over_v6(raw: *mut __sk_buff, config: &Config, inner_sum: i64) -> i64 {
     let skb = Skb::from(raw);
     skb::pack(encap::inspect(skb).and_then(|inner| {
         let head = maps::scratch().ok_or(Outcome::NoRoom)?;
-        let vtep = encap::vtep(&inner.frame, VtepKey::V6)?;
-        let ifindex = encap::prepare_v6(skb, config, &inner, &vtep, head)?;
+        let vtep = encap::vtep(&inner.frame, VtepKey::V6, Asker::Tunnel)?;
+        let ifindex = encap::prepare_v6(skb, config, &inner, inner_sum, &vtep, head)?;
         encap::push_v6(skb, head)?;
         Ok(encap::send(ifindex))
     }))

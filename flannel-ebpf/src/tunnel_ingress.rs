@@ -36,7 +36,7 @@ pub fn run(ctx: &TcContext) -> i32 {
     }
 }
 
-#[inline(never)]
+#[inline(always)]
 fn v4(raw: *mut __sk_buff, rules: &FlowRules) -> i32 {
     deliver::<V4>(Skb::from(raw), rules)
 }
@@ -52,7 +52,7 @@ fn deliver<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
         return TC_ACT_UNSPEC;
     };
     let (ifindex, frame) = (flow.pod_ifindex, flow.pod_frame);
-    if !flows::takes(skb, ifindex, 0) {
+    if !flows::takes(skb, &mut flow.taken[1], ifindex, 0) {
         return TC_ACT_UNSPEC;
     }
     if !F::hop(skb) || !flows::address(skb, &frame) {

@@ -252,9 +252,8 @@ fn take_out<F: Family, H: Header>(
 ///
 /// This and other functions are visible from outside, so that the kernel verifies each once and for
 /// itself, not in every state of its caller.
-#[unsafe(no_mangle)]
-#[inline(never)]
-extern "C" fn underlay_to_pod_v4(raw: *mut __sk_buff, set_ce: u32) -> i64 {
+#[inline(always)]
+fn underlay_to_pod_v4(raw: *mut __sk_buff, set_ce: u32) -> i64 {
     let head: Option<HeadV4> = Skb::from(raw).in_place();
     skb::pack(head.map_or(Ok(NEXT), |head| to_pod::<V4, _>(raw.into(), &head, OVERHEAD_V4, set_ce)))
 }
@@ -278,7 +277,7 @@ fn to_pod<F: Family, H: Header>(
     let flow = flows::look_inside::<F, H>(head, flows::IP + overhead, skb.len(), rules);
     let Some(flow) = flow else { return Ok(NEXT) };
     let ifindex = flow.pod_ifindex;
-    if !flows::takes(skb, ifindex, overhead as u32) {
+    if !flows::takes(skb, &mut flow.taken[1], ifindex, overhead as u32) {
         return Ok(NEXT);
     }
     let frame = flows::ethernet(&flow.pod_frame, F::ETHERTYPE);

@@ -352,8 +352,8 @@ proptest! {
 
     /// No bit pattern that the other side may have written is a danger to the arithmetic.
     #[test]
-    fn any_entry_is_survived(bytes: [[u8; 28]; 4], now: u64, interval: u64, epoch: u32) {
-        let bytes: [u8; 112] = bytes.concat().try_into().expect("112 bytes");
+    fn any_entry_is_survived(bytes: [[u8; 32]; 4], now: u64, interval: u64, epoch: u32) {
+        let bytes: [u8; 128] = bytes.concat().try_into().expect("128 bytes");
         let mut flow: Flow = bytemuck::pod_read_unaligned(&bytes);
         let rules = FlowRules { alive_until: now / 2, interval, epoch, ..FlowRules::default() };
         for direction in BOTH {
