@@ -1,6 +1,7 @@
 //! Flows that bypass the host's stack: when they do, and that nobody is worse off for it.
 
 use flannel_lab::{
+    outcomes,
     prelude::*,
     promoted::{bypassed, flow, flows},
 };
@@ -316,6 +317,17 @@ fn a_transfer_goes_on_by_the_stack_when_it_has_to() -> Result<()> {
     Ok(())
 }
 
+/// How many packets of all entries have bypassed the stack, whatever the agent's command thinks of
+/// these entries.
+fn bypassed_ever(node: &Node) -> Result<u64> {
+    let text = node.shell(&format!("bpftool -j map dump pinned {}/v*/FLOWS4", outcomes::PINS))?;
+    let entries: Value = serde_json::from_slice(&text.stdout)?;
+    let entries = entries.as_array().context("no entries")?.iter();
+    let counts = entries.map(|entry| &entry.get("formatted").unwrap_or(entry)["value"]["bypassed"]);
+    let both = |counts: &Value| -> Option<u64> { Some(counts[0].as_u64()? + counts[1].as_u64()?) };
+    counts.map(|counts| both(counts).context("no counts")).sum()
+}
+
 #[test]
 fn an_agent_that_is_gone_lets_flows_age_out() -> Result<()> {
     let lab = Lab::new()?;
@@ -335,7 +347,10 @@ fn an_agent_that_is_gone_lets_flows_age_out() -> Result<()> {
             conversation.talk(Duration::from_millis(50))?;
             Ok(flow(&node, port)?.is_none().then_some(()))
         })?;
+        let before = bypassed_ever(&node)?;
         conversation.talk(INTERVAL * 2)?;
+        let after = bypassed_ever(&node)?;
+        ensure!(after == before, "{}: {before} to {after} without an agent", node.name());
         ensure!(invalid(&node)? == 0, "{}: invalid packets", node.name());
     }
     Ok(())
