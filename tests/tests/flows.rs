@@ -12,11 +12,15 @@ const INTERVAL: Duration = Duration::from_millis(400);
 /// How long a promotion may take on a busy machine: conntrack trusts UDP after two seconds.
 const PROMOTED_WITHIN: Duration = Duration::from_secs(10);
 
-/// What kube-proxy and the like have in FORWARD, in front of an accepting policy for the cluster.
+/// What kube-proxy has in FORWARD: ahead of all others, flannel's own accepting rules among them.
+/// They would let everything pass before anybody asks whether it is valid.
 const KUBE_RULES: &str = "
     iptables -P FORWARD DROP
-    iptables -A FORWARD -m conntrack --ctstate INVALID -j DROP
-    iptables -A FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+    iptables -N KUBE-FORWARD
+    iptables -A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
+    iptables -A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT
+    iptables -A KUBE-FORWARD -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+    iptables -I FORWARD -j KUBE-FORWARD
     iptables -A FORWARD -s 10.77.0.0/16 -j ACCEPT
     iptables -A FORWARD -d 10.77.0.0/16 -j ACCEPT";
 
@@ -268,9 +272,9 @@ fn goes_on(
     Ok(())
 }
 
-/// Packets that FORWARD has dropped as invalid.
+/// Packets that were dropped as invalid.
 fn invalid(node: &Node) -> Result<u64> {
-    let list = node.run("iptables -nvxL FORWARD")?;
+    let list = node.run("iptables -nvxL KUBE-FORWARD")?;
     let line = list.lines().find(|line| line.contains("INVALID")).context("no INVALID rule")?;
     Ok(line.split_whitespace().next().context("no count")?.parse()?)
 }
