@@ -110,7 +110,7 @@ fn lock(frames: &Mutex<Vec<Frame>>) -> MutexGuard<'_, Vec<Frame>> {
 }
 
 /// A packet socket bound to one interface.
-pub(crate) fn open(interface: &str) -> Result<OwnedFd> {
+pub fn open(interface: &str) -> Result<OwnedFd> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;
     let protocol = u16::try_from(libc::ETH_P_ALL)?.to_be();
     // Protocol 0 until bound, so that no frame of another interface gets in.

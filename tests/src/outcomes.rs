@@ -12,6 +12,10 @@ pub const PINS: &str = "/sys/fs/bpf/flannel/flannel:1";
 pub const ENCAPSULATED: u32 = 6;
 /// Taken out of the tunnel.
 pub const DECAPSULATED: u32 = 7;
+/// Left to the kernel's device: merged from several.
+pub const MERGED: u32 = 21;
+/// Left to the kernel's device: close behind a burst of its flow.
+pub const BEHIND_BURST: u32 = 23;
 /// Refused: made by a local pod.
 pub const DROP_LOCAL_POD: u32 = 39;
 

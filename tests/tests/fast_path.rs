@@ -5,7 +5,7 @@ use std::net::UdpSocket;
 
 use flannel_lab::{
     craft,
-    outcomes::{self, DECAPSULATED, DROP_LOCAL_POD, ENCAPSULATED, PINS},
+    outcomes::{self, DECAPSULATED, DROP_LOCAL_POD, ENCAPSULATED, MERGED, PINS},
     prelude::*,
 };
 use nix::sys::signal::Signal;
@@ -35,6 +35,35 @@ fn the_programs_carry_small_packets_both_ways() -> Result<()> {
     // A few keep the neighbour's entry fresh by the kernel's device.
     ensure!(sent * 10 > there.sent * 9, "{sent} of {} sent by the programs", there.sent);
     ensure!(taken * 10 > back.sent * 9, "{taken} of {} taken out by them", back.sent);
+    Ok(())
+}
+
+/// A merged packet that a program takes out keeps the tunnel's segmentation state: the bridge cuts
+/// it again, one by one, and whoever merges packets of its own makes wrong ones of it.
+#[test]
+fn merged_packets_reach_the_pod_merged() -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = duo(&lab)?;
+    let before = outcomes::count(&duo.alder, MERGED)?;
+    let bulk = Bulk::start(duo.theirs.ns(), duo.ours.ns(), duo.ours.v4()?)?;
+    eventually("the stream is on its way", Duration::from_secs(5), || {
+        Ok((bulk.received() > 16 << 20).then_some(()))
+    })?;
+    let at_pod = Capture::start(duo.ours.ns(), "eth0")?;
+    std::thread::sleep(Duration::from_millis(300));
+    let lengths: Vec<usize> = at_pod
+        .stop()?
+        .iter()
+        .filter(|frame| !frame.outgoing)
+        .map(|frame| frame.bytes.len())
+        .collect();
+    let all: usize = lengths.iter().sum();
+    let merged: usize = lengths.iter().filter(|len| **len > 1514).sum();
+    ensure!(all > 1 << 20 && merged * 10 > all * 8, "{merged} of {all} bytes came merged");
+    ensure!(
+        outcomes::count(&duo.alder, MERGED)? > before,
+        "no merged packet was left to the device"
+    );
     Ok(())
 }
 
@@ -109,35 +138,40 @@ fn ipsec_policies_keep_the_programs_out_of_the_way() -> Result<()> {
 #[test]
 fn no_pod_speaks_vxlan_to_a_node() -> Result<()> {
     let lab = Lab::new()?;
-    let duo = duo(&lab)?;
+    let config = r#"{"Network":"10.77.0.0/16","EnableIPv6":true,"IPv6Network":"fd77::/48","Backend":{"Type":"vxlan"}}"#;
+    let flags = ["--datapath=ebpf", "--fast-path=stack"];
+    let duo = Duo::start(&lab, LocalStore::new(&lab)?, config, true, &flags)?;
     eventually("the guard at the pods' bridge", Duration::from_secs(5), || {
         let pins = duo.alder.shell(&format!("ls {PINS}/pod_guard-*"))?;
         Ok(pins.status.success().then_some(()))
     })?;
-    let wire = Capture::start(duo.birch.node().ns(), "eth0")?;
-    let nodes = [duo.alder.v4(), duo.birch.node().v4()];
-    let send = |port: u16| {
-        let nodes = nodes.clone();
-        duo.ours.ns().within(move || {
-            let socket = UdpSocket::bind(("0.0.0.0", 0))?;
-            for node in &nodes {
-                socket.send_to(b"made by a pod", (node.as_str(), port))?;
-            }
-            Ok(())
-        })
-    };
-    send(8473)?;
-    wire.wait_for("what is nobody's tunnel", Duration::from_secs(3), |frame| {
-        frame.bytes.windows(13).any(|bytes| bytes == b"made by a pod").then_some(())
-    })?;
-    let before = outcomes::count(&duo.alder, DROP_LOCAL_POD)?;
-    send(8472)?;
-    let dropped = outcomes::count(&duo.alder, DROP_LOCAL_POD)? - before;
-    ensure!(dropped == 2, "{dropped} of 2 dropped");
-    let leaked = wire.stop()?.into_iter().find(|frame| {
-        frame.bytes.get(36..38) == Some(&8472_u16.to_be_bytes())
-            && !matches!(craft::parse(&frame.bytes, 8472), Ok(Some(_)))
-    });
-    ensure!(leaked.is_none(), "{leaked:?}");
+    let (alder, birch) = (&duo.alder, duo.birch.node());
+    for (any, nodes) in [("0.0.0.0", [alder.v4(), birch.v4()]), ("::", [alder.v6(), birch.v6()])] {
+        let wire = Capture::start(birch.ns(), "eth0")?;
+        let send = |port: u16| {
+            let nodes = nodes.clone();
+            duo.ours.ns().within(move || {
+                let socket = UdpSocket::bind((any, 0))?;
+                for node in &nodes {
+                    socket.send_to(b"made by a pod", (node.as_str(), port))?;
+                }
+                Ok(())
+            })
+        };
+        send(8473)?;
+        wire.wait_for("what is nobody's tunnel", Duration::from_secs(3), |frame| {
+            frame.bytes.windows(13).any(|bytes| bytes == b"made by a pod").then_some(())
+        })?;
+        let before = outcomes::count(alder, DROP_LOCAL_POD)?;
+        send(8472)?;
+        let dropped = outcomes::count(alder, DROP_LOCAL_POD)? - before;
+        ensure!(dropped == 2, "{any}: {dropped} of 2 dropped");
+        let udp = if any == "::" { 54 } else { 34 };
+        let leaked = wire.stop()?.into_iter().find(|frame| {
+            frame.bytes.get(udp + 2..udp + 4) == Some(&8472_u16.to_be_bytes())
+                && !matches!(craft::parse(&frame.bytes, 8472), Ok(Some(_)))
+        });
+        ensure!(leaked.is_none(), "{leaked:?}");
+    }
     Ok(())
 }
