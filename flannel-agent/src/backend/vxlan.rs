@@ -29,6 +29,7 @@ use self::{
     identity::StateFile,
     peers::{Compiler, Tunnel},
 };
+pub use self::{data::VxlanData, fast_path::FastPathConfig, options::VxlanOptions};
 use super::{ApplyReport, Backend, BackendError, Reconfigured, on_link::OnLink};
 use crate::{
     device_claim::DeviceClaim,
