@@ -55,9 +55,29 @@ impl Leases for Maps {
     }
 }
 
+/// A packet as it arrives, at TC or in XDP.
+pub trait Arriving: Copy {
+    /// The length in bytes, from the Ethernet header on.
+    fn len(self) -> u32;
+    /// Reads the first `LEN` bytes. Words beyond stay as they are.
+    fn load<const LEN: u32, const N: usize>(self, words: &mut Words<N>) -> bool;
+}
+
+impl Arriving for Skb {
+    #[inline(always)]
+    fn len(self) -> u32 {
+        Self::len(self)
+    }
+
+    #[inline(always)]
+    fn load<const LEN: u32, const N: usize>(self, words: &mut Words<N>) -> bool {
+        Self::load::<LEN, N>(self, words)
+    }
+}
+
 /// Reads a packet over IPv4; `None` unless it is a plain one.
 #[inline(always)]
-pub fn take_v4(skb: Skb, config: &Config, words: &mut ArrivedV4) -> Option<Plain> {
+pub fn take_v4<A: Arriving>(skb: A, config: &Config, words: &mut ArrivedV4) -> Option<Plain> {
     const SHORT: u32 = MIN_LEN_V4 as u32;
     // Not every inner packet is as long as a TCP header needs.
     let read = skb.load::<98, 49>(words)
@@ -69,7 +89,7 @@ pub fn take_v4(skb: Skb, config: &Config, words: &mut ArrivedV4) -> Option<Plain
 /// Reads a packet over IPv6; `None` unless it is a plain one. Whether the checksum fits has yet to be
 /// said.
 #[inline(always)]
-pub fn take_v6(skb: Skb, config: &Config, words: &mut ArrivedV6) -> Option<Plain> {
+pub fn take_v6<A: Arriving>(skb: A, config: &Config, words: &mut ArrivedV6) -> Option<Plain> {
     const SHORT: u32 = MIN_LEN_V6 as u32;
     let read = skb.load::<138, 69>(words)
         || skb.load::<{ SHORT + 8 }, 69>(words)

@@ -21,8 +21,13 @@ mod skb;
 mod tunnel_egress;
 mod tunnel_ingress;
 mod underlay_ingress;
+mod underlay_xdp;
+mod xdp_front;
 
-use aya_ebpf::{macros::classifier, programs::TcContext};
+use aya_ebpf::{
+    macros::{classifier, xdp},
+    programs::{TcContext, XdpContext},
+};
 
 /// Tunnel device, TC egress: sends packets into the tunnel.
 #[classifier]
@@ -57,6 +62,13 @@ fn pod_egress(ctx: TcContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
+}
+
+/// Underlay device, native XDP: takes packets out of the tunnel before the kernel has looked at them.
+#[xdp(frags)]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn underlay_xdp(ctx: XdpContext) -> u32 {
+    underlay_xdp::run(&ctx)
 }
 
 /// Devices that carry pods, TC ingress: no pod speaks VXLAN to a node.

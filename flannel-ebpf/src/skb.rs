@@ -93,6 +93,13 @@ impl Skb {
         (self.fields().data as usize, self.fields().data_end as usize)
     }
 
+    /// The metadata that a program in XDP has put before the packet: where it begins, and where
+    /// the packet does.
+    #[inline(always)]
+    pub fn metadata(self) -> (usize, usize) {
+        (self.fields().data_meta as usize, self.fields().data as usize)
+    }
+
     /// Reads the first `LEN` bytes. Words beyond stay as they are.
     #[inline(always)]
     pub fn load<const LEN: u32, const N: usize>(self, words: &mut Words<N>) -> bool {

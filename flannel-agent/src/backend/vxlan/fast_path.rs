@@ -15,11 +15,11 @@ use tracing::{error, info, warn};
 
 use super::{VxlanOptions, device::Family, peers::Tunnel};
 use crate::{
-    cli::flags::{FastPath as FastPathMode, PeerFilter},
+    cli::flags::{FastPath as FastPathMode, PeerFilter, XdpMode},
     datapath::{
         ebpf::{
             AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, FlowsWanted, LeaseEntry,
-            PeerEntry, TunnelEnd, VtepName,
+            PeerEntry, TunnelEnd, VtepName, XdpWanted, check_xdp_driver,
         },
         pods,
     },
@@ -43,6 +43,8 @@ pub struct FastPathConfig {
     pub log: bool,
     /// How much of the host's stack is skipped.
     pub mode: FastPathMode,
+    /// Whether tunnel packets are taken out in XDP.
+    pub xdp: XdpMode,
     /// Who may send us tunnel packets.
     pub filter: PeerFilter,
     /// How often a flow that bypasses the stack proves itself.
@@ -185,6 +187,7 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let forward = forwarding_obstacle(options, config, sources.ipsec).is_none();
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
+        xdp: xdp(sources),
         pod_devices: pod_devices(tables, tunnels),
         vni: options.vni,
         port: options.port,
@@ -205,6 +208,32 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         }),
         flows: flows(sources, forward),
     }
+}
+
+/// Whether packets are taken out in XDP, or why not.
+fn xdp(sources: &Sources<'_>) -> XdpWanted {
+    let Sources { options, config, underlay, .. } = sources;
+    if config.xdp == XdpMode::Off {
+        return XdpWanted::Off("--xdp off".to_owned());
+    }
+    if let Some(obstacle) = forwarding_obstacle(options, config, sources.ipsec) {
+        return XdpWanted::Off(obstacle.to_owned());
+    }
+    let Some((link, mac)) = underlay.and_then(|link| Some((link, link.mac?))) else {
+        return XdpWanted::Off("the external interface is not there, or has no MAC".to_owned());
+    };
+    // Then a packet handed over would look as if sent to the host itself.
+    if sources.tunnels.iter().any(|tunnel| {
+        sources.tables.links.get(&tunnel.link).is_some_and(|tunnel| tunnel.mac == Some(mac))
+    }) {
+        return XdpWanted::Off(format!("{} and a tunnel device have the same MAC", link.name));
+    }
+    if config.xdp == XdpMode::Auto
+        && let Err(why) = check_xdp_driver(&link.name)
+    {
+        return XdpWanted::Off(why);
+    }
+    XdpWanted::Native { ifindex: link.index, mac }
 }
 
 /// What is asked of flows; `None` if none shall bypass the stack.

@@ -17,7 +17,7 @@ use flannel_common::{
     flow::{Flow, Flow4Key, Flow6Key, FlowRules, MAX_FLOWS},
     map::{
         Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, SCHEMA_VERSION, Vtep,
-        VtepKey,
+        VtepKey, XdpFront,
     },
     outcome::Outcome,
 };
@@ -45,6 +45,10 @@ pub(super) const PEER_COUNTERS: MapShape =
 pub(super) const OUTCOMES: MapShape =
     shape::<u32, Counters>("OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
 
+pub(super) const XDP_FRONT: MapShape = shape::<u32, XdpFront>("XDP_FRONT", MapType::Array, 1);
+pub(super) const XDP_OUTCOMES: MapShape =
+    shape::<u32, Counters>("XDP_OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
+
 pub(super) const VTEPS: MapShape =
     shape::<VtepKey, Vtep>("VTEPS", MapType::Hash, MAX_VTEPS as usize);
 pub(super) const SUBNETS4: MapShape =
@@ -59,8 +63,20 @@ pub(super) const FLOWS6: MapShape =
     shape::<Flow6Key, Flow>("FLOWS6", MapType::LruHash, MAX_FLOWS as usize);
 
 /// The maps that are pinned.
-pub(super) const MAPS: [MapShape; 10] =
-    [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES, VTEPS, SUBNETS4, SUBNETS6, FLOW_RULES, FLOWS4, FLOWS6];
+pub(super) const MAPS: [MapShape; 12] = [
+    XDP_FRONT,
+    XDP_OUTCOMES,
+    CONFIG,
+    PEERS,
+    PEER_COUNTERS,
+    OUTCOMES,
+    VTEPS,
+    SUBNETS4,
+    SUBNETS6,
+    FLOW_RULES,
+    FLOWS4,
+    FLOWS6,
+];
 
 const fn shape<K, V>(name: &'static str, kind: MapType, entries: usize) -> MapShape {
     MapShape { name, kind, key: size_of::<K>(), value: size_of::<V>(), entries }
