@@ -93,6 +93,16 @@ impl Drop for Capture {
     }
 }
 
+/// Sends a frame as it is out of an interface.
+pub fn inject(ns: &Netns, interface: &str, frame: &[u8]) -> Result<()> {
+    let name = interface.to_owned();
+    let socket = ns.within(move || open(&name))?;
+    let sent =
+        nix::sys::socket::send(socket.as_raw_fd(), frame, nix::sys::socket::MsgFlags::empty())?;
+    ensure!(sent == frame.len(), "{sent} of {} bytes sent", frame.len());
+    Ok(())
+}
+
 /// A packet socket bound to one interface.
 pub(crate) fn open(interface: &str) -> Result<OwnedFd> {
     let index = if_nametoindex(interface).with_context(|| format!("no interface {interface}"))?;

@@ -29,6 +29,8 @@ struct Observed {
     wire: Seen,
     /// How many packets the programs sent and took out.
     by_programs: (u64, u64),
+    /// How many were taken out in XDP.
+    by_xdp: u64,
 }
 
 /// Sends the same packets through a network whose agent runs with these flags.
@@ -38,8 +40,8 @@ fn observe(flags: &[&str], offload: bool, seed: u64) -> Result<Observed> {
     let state = if offload { "on" } else { "off" };
     for node in [&duo.alder, duo.birch.node()] {
         node.run(&format!("ethtool -K eth0 tx {state}"))?;
-        // What the receiver merges depends on the moment.
-        for device in ["flannel.1", "flannel-v6.1"] {
+        // What the receiver merges depends on the moment; XDP has veth merge, too.
+        for device in ["eth0", "flannel.1", "flannel-v6.1"] {
             node.run(&format!("ethtool -K {device} gro off"))?;
         }
     }
@@ -75,6 +77,7 @@ fn observe(flags: &[&str], offload: bool, seed: u64) -> Result<Observed> {
     if flags.contains(&"--datapath=ebpf") {
         let count = |number| outcomes::count(&duo.alder, number);
         observed.by_programs = (count(outcomes::ENCAPSULATED)?, count(outcomes::DECAPSULATED)?);
+        observed.by_xdp = count(outcomes::FROM_XDP)?;
     }
     Ok(observed)
 }
@@ -205,6 +208,21 @@ fn same(offload: bool, seed: u64) -> Result<()> {
     equal += compare("at our pod", &kernel.ours, &programs.ours)?;
     equal += compare("on the wire", &kernel.wire, &programs.wire)?;
     println!("{equal} packets are equal; programs sent {sent} and took out {taken}");
+    Ok(())
+}
+
+/// Merged packets are none of XDP's: the peer's device takes them apart.
+#[test]
+fn packets_as_a_real_wire_has_them_arrive_the_same_by_xdp() -> Result<()> {
+    let seed = 0x5eed_0003;
+    let kernel = observe(&["--datapath=kernel"], false, seed)?;
+    let flags = ["--datapath=ebpf", "--fast-path=stack", "--xdp=native"];
+    let programs = observe(&flags, false, seed)?;
+    ensure!(programs.by_xdp > u64::from(COUNT / 4), "only {} taken out in XDP", programs.by_xdp);
+    let mut equal = compare("at the kernel peer's pod", &kernel.theirs, &programs.theirs)?;
+    equal += compare("at our pod", &kernel.ours, &programs.ours)?;
+    equal += compare("on the wire", &kernel.wire, &programs.wire)?;
+    println!("{equal} packets are equal; XDP took out {}", programs.by_xdp);
     Ok(())
 }
 

@@ -337,6 +337,11 @@ impl EbpfDatapath {
         }
     }
 
+    /// Whether packets are taken out in XDP, and what became of packets there.
+    pub fn xdp(&self) -> (bool, Vec<(&'static str, u64)>) {
+        (self.front.is_attached(), self.front.packets())
+    }
+
     /// What came from each peer, in the order of their addresses.
     pub fn peer_counters(&self) -> Result<Vec<PeerCounters>, EbpfError> {
         let read = self

@@ -123,6 +123,14 @@ impl FastPath {
         }
     }
 
+    /// Brings what XDP has counted into the metrics.
+    pub fn measure(&self, metrics: &Metrics) {
+        if let Self::On(datapath) = self {
+            let (attached, packets) = datapath.xdp();
+            metrics.set_xdp(attached, packets);
+        }
+    }
+
     /// For `status`: the mode in use and why not a better one, such as the
     /// [obstacle](forwarding_obstacle).
     pub fn status(&self, obstacle: Option<&str>) -> Value {

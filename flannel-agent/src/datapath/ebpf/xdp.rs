@@ -206,6 +206,20 @@ impl Front {
         })
     }
 
+    /// What became of packets in XDP: the outcomes that were, by their words.
+    pub(super) fn packets(&self) -> Vec<(&'static str, u64)> {
+        let count = |outcome: &Outcome| {
+            let counted = counters::total(&self.outcomes, outcome.index()).ok()?;
+            (counted.packets > 0).then_some((outcome.word(), counted.packets))
+        };
+        Outcome::ALL.iter().filter_map(count).collect()
+    }
+
+    /// Whether it is attached.
+    pub(super) fn is_attached(&self) -> bool {
+        self.held.is_some()
+    }
+
     /// Where it is attached, as the others are listed.
     pub(super) fn attached(&self) -> Option<Value> {
         let held = self.held.as_ref()?;
