@@ -282,7 +282,7 @@ fn what_is_cut_short_or_garbled_is_never_changed() {
                     assert!(action == XDP_PASS || action == XDP_DROP, "{action}");
                 }
             }
-            assert!(changed > 100, "{changed} garbled, but good ones");
+            assert!(changed > 20, "{changed} garbled, but good ones");
         }
     });
 }
