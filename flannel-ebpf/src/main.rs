@@ -11,6 +11,7 @@
 
 mod count;
 mod decap;
+mod decap_probe;
 mod encap;
 mod flows;
 mod maps;
@@ -83,6 +84,13 @@ fn pod_guard(ctx: TcContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn self_test(ctx: TcContext) -> i32 {
     self_test::run(&ctx)
+}
+
+/// On no device: whether this kernel can undo merging.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn decap_probe(ctx: TcContext) -> i32 {
+    decap_probe::run(&ctx)
 }
 
 /// Some helpers are open to GPL-compatible programs only.

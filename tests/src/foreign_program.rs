@@ -24,9 +24,12 @@ const BPF_OBJ_PIN: libc::c_long = 6;
 const BPF_PROG_TYPE_SCHED_CLS: u32 = 3;
 const BPF_PROG_TYPE_XDP: u32 = 6;
 
-/// `XDP_PASS` and `TC_ACT_UNSPEC`.
-const XDP_PASS: u64 = 2;
-const TC_ACT_UNSPEC: u64 = 0xffff_ffff;
+/// r0 = `XDP_PASS`, r0 = `TC_ACT_UNSPEC`, exit.
+const XDP_PASS: u64 = 2 << 32 | 0xb7;
+const TC_ACT_UNSPEC: u64 = 0xffff_ffff << 32 | 0xb7;
+const EXIT: u64 = 0x95;
+/// r2 = 802.1Q in network order, r3 = 5, `bpf_skb_vlan_push`.
+const PUSH_VLAN_5: [u64; 3] = [0x81 << 32 | 0x02b7, 5 << 32 | 0x03b7, 18 << 32 | 0x85];
 
 /// The kernel's `union bpf_attr` for `BPF_PROG_LOAD`, up to the name.
 #[repr(C)]
@@ -54,7 +57,7 @@ struct Pin {
 
 /// Attaches one in the driver of an interface, without a link, as most do.
 pub fn attach_xdp(node: &Node, interface: &str) -> Result<()> {
-    load(node, BPF_PROG_TYPE_XDP, XDP_PASS)?;
+    load(node, BPF_PROG_TYPE_XDP, &[XDP_PASS, EXIT])?;
     node.run(&format!("bpftool net attach xdpdrv pinned {PIN} dev {interface}")).map(drop)
 }
 
@@ -66,7 +69,7 @@ pub fn detach_xdp(node: &Node, interface: &str) -> Result<()> {
 
 /// Attaches one at an interface's TC ingress, as a filter.
 pub fn attach_tc(node: &Node, interface: &str) -> Result<()> {
-    load(node, BPF_PROG_TYPE_SCHED_CLS, TC_ACT_UNSPEC)?;
+    load(node, BPF_PROG_TYPE_SCHED_CLS, &[TC_ACT_UNSPEC, EXIT])?;
     node.run(&format!("tc qdisc add dev {interface} clsact"))?;
     node.run(&format!("tc filter add dev {interface} ingress bpf da object-pinned {PIN}")).map(drop)
 }
@@ -77,14 +80,22 @@ pub fn detach_tc(node: &Node, interface: &str) -> Result<()> {
     node.run(&format!("rm {PIN}")).map(drop)
 }
 
-/// Loads a program that returns a number, and pins it.
-fn load(node: &Node, kind: u32, returned: u64) -> Result<()> {
-    // r0 = number; exit
-    let instructions: [u64; 2] = [returned << 32 | 0xb7, 0x95].map(u64::from_le);
+/// Attaches one at an interface's TC egress that tags each packet with VLAN 5, beside the packet, as a
+/// VLAN device does.
+pub fn attach_tagger(node: &Node, interface: &str) -> Result<()> {
+    let [a, b, c] = PUSH_VLAN_5;
+    load(node, BPF_PROG_TYPE_SCHED_CLS, &[a, b, c, TC_ACT_UNSPEC, EXIT])?;
+    node.run(&format!("tc qdisc add dev {interface} clsact"))?;
+    node.run(&format!("tc filter add dev {interface} egress bpf da object-pinned {PIN}")).map(drop)
+}
+
+/// Loads a program and pins it.
+fn load(node: &Node, kind: u32, instructions: &[u64]) -> Result<()> {
+    let instructions: Vec<u64> = instructions.iter().copied().map(u64::from_le).collect();
     let license = c"GPL";
     let mut attributes = Load {
         kind,
-        instruction_count: 2,
+        instruction_count: u32::try_from(instructions.len())?,
         instructions: instructions.as_ptr() as u64,
         license: license.as_ptr() as u64,
         ..Load::default()

@@ -17,6 +17,8 @@ pub const DROP_LOCAL_POD: u32 = 39;
 
 /// Taken out of the tunnel in XDP already.
 pub const FROM_XDP: u32 = 41;
+/// Refused: taken out in XDP, but tagged.
+pub const DROP_TAGGED: u32 = 44;
 
 /// Packets counted under an outcome's number.
 pub fn count(node: &Node, number: u32) -> Result<u64> {

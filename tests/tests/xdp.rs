@@ -4,7 +4,7 @@
 use flannel_lab::{
     agent::subcommand,
     capture, craft, foreign_program,
-    outcomes::{self, DECAPSULATED, FROM_XDP, PINS},
+    outcomes::{self, DECAPSULATED, DROP_TAGGED, FROM_XDP, PINS},
     prelude::*,
 };
 use nix::sys::signal::Signal;
@@ -257,6 +257,23 @@ fn a_frame_in_clear_is_not_taken_for_one_out_of_the_tunnel() -> Result<()> {
         let marked = frames.iter().filter(|f| f.bytes.windows(8).any(|bytes| bytes == marker));
         ensure!(marked.count() == 0, "a frame in clear reached {place}");
     }
+    Ok(())
+}
+
+/// In XDP the tag is not to be seen: the NIC has taken it off. The kernel has no such VLAN here, and
+/// drops these packets, too.
+#[test]
+fn what_came_in_a_vlan_is_refused_though_xdp_took_it_out() -> Result<()> {
+    let lab = Lab::new()?;
+    let duo = duo(&lab)?;
+    let back = LossMeter::start(duo.theirs.ns(), duo.ours.ns(), duo.ours.v4()?)?;
+    foreign_program::attach_tagger(duo.birch.node(), "eth0")?;
+    let before = (by_xdp(&duo.alder)?, outcomes::count(&duo.alder, DROP_TAGGED)?);
+    std::thread::sleep(Duration::from_millis(300));
+    let after = (by_xdp(&duo.alder)?, outcomes::count(&duo.alder, DROP_TAGGED)?);
+    back.stop()?;
+    ensure!(after.1 - before.1 > 20, "{before:?}, {after:?}");
+    ensure!(after.0.1 == before.0.1, "tagged packets were sent on: {before:?}, {after:?}");
     Ok(())
 }
 

@@ -5,6 +5,7 @@
 
 mod attach;
 mod counters;
+mod decap_probe;
 mod flow_list;
 mod flows;
 mod hook;
@@ -196,6 +197,8 @@ pub struct EbpfDatapath {
     /// Of each hook, in the order of [`HOOKS`].
     attachments: [Attachments; HOOKS.len()],
     front: Front,
+    /// Whether the kernel could take merged packets out.
+    takes_merged: Result<bool, String>,
     forwards: bool,
     flows: Flows,
     /// Pods' devices that somebody else works on, too.
@@ -216,6 +219,7 @@ impl EbpfDatapath {
         pins.discard_misfits()?;
         let mut ebpf = object::load(&pins.maps(), options.log)?;
         self_test::run(&mut ebpf)?;
+        let takes_merged = decap_probe::run(&mut ebpf);
         let handles = pin::MAPS
             .iter()
             .filter_map(|shape| Some((shape.name, shape.open(&pins.maps())?)))
@@ -232,6 +236,7 @@ impl EbpfDatapath {
             subnets_v6: Table::adopt(take(&mut ebpf, pin::SUBNETS6.name)?).map_err(map)?,
             attachments: HOOKS.map(|hook| Attachments::new(hook, options.attach)),
             front: Front::new(&mut ebpf)?,
+            takes_merged,
             forwards: false,
             flows: Flows::new(&mut ebpf)?,
             shared: BTreeSet::new(),
@@ -352,7 +357,8 @@ impl EbpfDatapath {
     }
 
     /// The programs' part of the status: `hook`, `why_not_tcx`, `attached`, `peers`,
-    /// `peers_left_out`, `vteps`, `outcomes`, `xdp`, `pins`, `problem`.
+    /// `peers_left_out`, `vteps`, `outcomes`, `xdp`, `kernel_has_decap_l4_udp`,
+    /// `pins`, `problem`.
     pub fn status(&self) -> Value {
         let all = || HOOKS.iter().zip(&self.attachments);
         let attached: Vec<_> = all()
@@ -381,6 +387,10 @@ impl EbpfDatapath {
             "flows": self.next_sign.map(|_| self.flows.status()),
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
             "xdp": self.front.status(),
+            "kernel_has_decap_l4_udp": match &self.takes_merged {
+                Ok(known) => json!(known),
+                Err(why) => json!(why),
+            },
             "pins": self.pins.path(),
             "problem": problem,
         })
