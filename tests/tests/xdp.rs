@@ -129,13 +129,13 @@ fn somebody_elses_program_stays_and_is_named() -> Result<()> {
     ensure!(!duo.agent.complaints(&[foreign_program::NAME]).is_empty(), "{}", duo.agent.log());
     ensure!(!goes_by_xdp(&duo)?, "XDP takes packets out");
     ensure!(in_driver(&duo.alder)? == Some(theirs), "the foreign program is gone");
-    ensure!(duo.agent.metric("flannel_datapath_xdp")? == 0.0, "the metric says XDP");
+    ensure!(duo.agent.metric("flannel_datapath_xdp")? < 0.5, "the metric says XDP");
     foreign_program::detach_xdp(&duo.alder, "eth0")?;
     eventually("our program at its place", Duration::from_secs(3), || {
         Ok((front(&duo)?["mode"] == "native").then_some(()))
     })?;
     ensure!(goes_by_xdp(&duo)?, "nothing goes by XDP");
-    ensure!(duo.agent.metric("flannel_datapath_xdp")? == 1.0, "the metric says no XDP");
+    ensure!(duo.agent.metric("flannel_datapath_xdp")? > 0.5, "the metric says no XDP");
     let taken = "flannel_xdp_packets_total{outcome=\"decapsulated\"}";
     ensure!(duo.agent.metric(taken)? > 20.0, "the metric counts nothing");
     Ok(())
@@ -182,6 +182,18 @@ fn agents_come_and_go_without_a_packet_lost() -> Result<()> {
     })?;
     ensure!(front(&duo)?["why_not"] == "--xdp off", "{:#}", front(&duo)?["why_not"]);
     ensure!(!goes_by_xdp(&duo)?, "XDP takes packets out");
+    // Nor does it outlive a change to the kernel's path.
+    duo.agent.process().stop(Signal::SIGKILL, Duration::from_secs(5))?;
+    duo.flags.push("--xdp=native".to_owned());
+    duo.start_agent_again()?;
+    eventually("the program again", Duration::from_secs(5), || in_driver(&duo.alder))?;
+    duo.agent.process().stop(Signal::SIGKILL, Duration::from_secs(5))?;
+    duo.flags.push("--datapath=kernel".to_owned());
+    duo.flags.retain(|flag| flag != "--datapath=ebpf");
+    duo.start_agent_again()?;
+    eventually("no program in XDP", Duration::from_secs(5), || {
+        Ok(in_driver(&duo.alder)?.is_none().then_some(()))
+    })?;
     there.stop()?.ensure_none(duo.ours.v4()?)?;
     back.stop()?.ensure_none(duo.theirs.v4()?)?;
     Ok(())

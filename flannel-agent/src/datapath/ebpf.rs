@@ -65,7 +65,7 @@ pub use self::{
     flows::FlowsWanted,
     teardown::Pins,
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
-    xdp::XdpWanted,
+    xdp::{XdpWanted, detach_left_over as detach_left_over_xdp},
     xdp_driver::check as check_xdp_driver,
 };
 
@@ -279,8 +279,7 @@ impl EbpfDatapath {
             pods(),
         ];
         // Before TC: a new program in XDP hands nothing over until it has seen its like at TC.
-        let shared = wanted.underlay.iter().any(|ifindex| underlay_is_shared(&self.pins, *ifindex));
-        let front = self.front.apply(&mut self.ebpf, &self.pins, &wanted.xdp, shared);
+        let front = self.front.apply(&mut self.ebpf, &self.pins, &wanted.xdp, underlay_is_shared);
         let mut changes = maps.and_then(|changes| Ok(changes + front?));
         for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
         {
@@ -310,8 +309,8 @@ impl EbpfDatapath {
     /// [`apply`](Self::apply) has to look at the pods again.
     #[must_use]
     pub fn tend_flows(&mut self) -> bool {
-        let shared = |ifindex| underlay_is_shared(&self.pins, ifindex);
-        if let Err(error) = self.front.tend(&mut self.ebpf, &self.pins, &self.outcomes, shared) {
+        let Self { front, ebpf, pins, outcomes, .. } = self;
+        if let Err(error) = front.tend(ebpf, pins, outcomes, underlay_is_shared) {
             tracing::warn!("XDP: {}", chain(&error));
         }
         if self.next_sign.is_none() {

@@ -351,3 +351,19 @@ fn whether_merged_packets_could_be_taken_out_is_known() {
         assert_eq!(status["kernel_has_decap_l4_udp"], known, "{status:#}");
     });
 }
+
+#[test]
+#[ignore = "needs root: cargo xtask test"]
+fn a_driver_without_native_xdp_is_named_and_never_gets_generic_xdp() {
+    in_namespace(|pin_dir| {
+        ip("link add br0 type bridge");
+        let xdp = XdpWanted::Native { ifindex: ifindex("br0"), mac: MacAddr([0; 6]) };
+        let mut datapath = load(pin_dir);
+        let bridge = FastPathWanted { xdp, underlay: vec![ifindex("br0")], ..node(ifindex("v0")) };
+        datapath.apply(&bridge).expect("applied by TC");
+        let status = datapath.status();
+        assert_eq!(status["xdp"]["why_not"], "the driver bridge of br0 has no native XDP");
+        assert_eq!(program_at("br0"), None);
+        assert_eq!(tcx("br0").len(), 1, "TC goes on alone");
+    });
+}

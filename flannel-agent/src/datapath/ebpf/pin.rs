@@ -111,7 +111,7 @@ impl PinDirectory {
             return Err(EbpfError::DeviceName(device.to_owned()));
         }
         check_bpffs(pin_dir)?;
-        let device = pin_dir.join(device.replace('.', ":"));
+        let device = directory(pin_dir, device);
         let maps = maps_in(&device);
         let failed = |reason| EbpfError::Pin { path: maps.clone(), reason };
         fs::create_dir_all(&maps).map_err(failed)?;
@@ -150,9 +150,7 @@ impl PinDirectory {
 
     /// The interfaces whose links are pinned.
     pub(super) fn linked(&self, program: &str) -> Vec<u32> {
-        let Ok(entries) = fs::read_dir(&self.device) else { return Vec::new() };
-        let index = |name: &str| name.strip_prefix(program)?.strip_prefix('-')?.parse().ok();
-        entries.flatten().filter_map(|entry| entry.file_name().to_str().and_then(index)).collect()
+        links_in(&self.device, program).map(|(ifindex, _)| ifindex).collect()
     }
 
     /// Removes what an agent of another version left: maps of its schema, and links of programs
@@ -193,6 +191,20 @@ impl PinDirectory {
         }
         Ok(())
     }
+}
+
+/// The directory of a device.
+pub(super) fn directory(pin_dir: &Path, device: &str) -> PathBuf {
+    pin_dir.join(device.replace('.', ":"))
+}
+
+/// A program's links in a device's directory: the interface of each, and where it is pinned.
+pub(super) fn links_in(directory: &Path, program: &str) -> impl Iterator<Item = (u32, PathBuf)> {
+    fs::read_dir(directory).into_iter().flatten().flatten().filter_map(move |entry| {
+        let name = entry.file_name();
+        let index = name.to_str()?.strip_prefix(program)?.strip_prefix('-')?.parse().ok()?;
+        Some((index, entry.path()))
+    })
 }
 
 /// Removes a pin; none there is as good.

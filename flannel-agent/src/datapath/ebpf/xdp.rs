@@ -5,6 +5,7 @@ use std::{
     fs::File,
     io::{self, Read},
     os::fd::{AsFd, OwnedFd},
+    path::Path,
 };
 
 use aya::{
@@ -113,13 +114,13 @@ impl Front {
     }
 
     /// Attaches or detaches. What the device or its driver refuses is told by [`Self::status`], not
-    /// by the result: packets go by TC then. `shared` tells whether others are at TC.
+    /// by the result: packets go by TC then. `is_shared` tells whether others are at a device's TC.
     pub(super) fn apply(
         &mut self,
         ebpf: &mut Ebpf,
         pins: &PinDirectory,
         wanted: &XdpWanted,
-        shared: bool,
+        is_shared: fn(&PinDirectory, u32) -> bool,
     ) -> Result<usize, EbpfError> {
         self.wanted.clone_from(wanted);
         let at = match wanted {
@@ -138,7 +139,7 @@ impl Front {
         }
         let outcome = match wanted {
             XdpWanted::Off(why) => Err(why.clone()),
-            XdpWanted::Native { .. } if shared => Err(
+            XdpWanted::Native { ifindex, .. } if is_shared(pins, *ifindex) => Err(
                 "another program is at the underlay's TC ingress, and would see what is inside \
                      of tunnel packets"
                     .to_owned(),
@@ -173,21 +174,20 @@ impl Front {
         Ok(changes)
     }
 
-    /// Looks whether all is as it should be, once it is time. `shared` as for [`Self::apply`].
+    /// Looks whether all is as it should be, once it is time. `is_shared` as for [`Self::apply`].
     pub(super) fn tend(
         &mut self,
         ebpf: &mut Ebpf,
         pins: &PinDirectory,
         taken: &CounterArray,
-        shared: impl FnOnce(u32) -> bool,
+        is_shared: fn(&PinDirectory, u32) -> bool,
     ) -> Result<(), EbpfError> {
-        let XdpWanted::Native { ifindex, .. } = self.wanted else { return Ok(()) };
         if self.next_look.is_none_or(|next| next > Instant::now()) {
             return Ok(());
         }
         self.watch(taken).map_err(|error| EbpfError::map(&error))?;
         let wanted = self.wanted.clone();
-        self.apply(ebpf, pins, &wanted, shared(ifindex)).map(drop)
+        self.apply(ebpf, pins, &wanted, is_shared).map(drop)
     }
 
     /// When the next look is due.
@@ -312,6 +312,16 @@ impl Front {
         tracing::info!("{UNDERLAY_XDP} taken off {}", held.name);
         link::detach(&pins.link(UNDERLAY_XDP, held.ifindex))?;
         Ok(1)
+    }
+}
+
+/// Takes off what an earlier agent left, for one that uses no programs: nobody would keep its maps.
+pub fn detach_left_over(pin_dir: &Path, device: &str) {
+    for (_, path) in pin::links_in(&pin::directory(pin_dir, device), UNDERLAY_XDP) {
+        match link::detach(&path) {
+            Ok(()) => tracing::info!("removed {}: no eBPF is wanted", path.display()),
+            Err(error) => tracing::warn!("{error}"),
+        }
     }
 }
 
