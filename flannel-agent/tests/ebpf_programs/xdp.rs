@@ -265,8 +265,8 @@ fn what_is_cut_short_or_garbled_is_never_changed() {
             packet
         };
         let v6 = |port: u16| coming_v6(0, &inner_v6(0), port);
-        let made: [(&dyn Fn(u16) -> Vec<u8>, usize); 2] = [(&v4, 50), (&v6, 70)];
-        for (make, overhead) in made {
+        let makers: [&dyn Fn(u16) -> Vec<u8>; 2] = [&v4, &v6];
+        for (make, overhead) in makers.into_iter().zip([50, 70]) {
             let whole = make(0xc000);
             for len in 14..whole.len() {
                 let short = &whole[..len];
