@@ -1,5 +1,7 @@
 //! Explicit congestion notification through a tunnel (RFC 6040), by the kernel's rules.
 
+use crate::wire::fold;
+
 /// Not capable.
 pub const NOT_ECT: u8 = 0;
 /// Capable, codepoint ECT(1).
@@ -49,9 +51,53 @@ pub const fn decapsulate(outer_ds_field: u8, inner_ds_field: u8) -> Decapsulate 
     }
 }
 
+/// Sets CE in an IPv4 header: its first word (version, header length, DS field) and its checksum,
+/// both in host order, before and after (RFC 1624 section 3).
+#[inline(always)]
+pub const fn set_ce_v4(first: u16, checksum: u16) -> (u16, u16) {
+    let marked = first | CE as u16;
+    let sum = !checksum as u32 + !first as u32 + marked as u32;
+    (marked, !fold(sum))
+}
+
+/// Sets CE in the first word of an IPv6 header (version, traffic class, start of the flow label), in
+/// host order.
+#[inline(always)]
+pub const fn set_ce_v6(first: u16) -> u16 {
+    first | (CE as u16) << 4
+}
+
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+    use crate::wire::Words;
+
+    proptest! {
+        #[test]
+        fn a_marked_header_has_the_right_checksum(mut header: [u16; 10]) {
+            // Version and header length never leave a header all zero.
+            header[0] |= 0x4500_u16.to_be();
+            header[5] = 0;
+            header[5] = !fold(Words(header).sum(0, 20));
+            let mut marked = Words(header);
+            let (first, checksum) = set_ce_v4(marked.be16(0), marked.be16(10));
+            marked.put16(0, first);
+            marked.put16(10, checksum);
+            prop_assert_eq!(first & 3, 3);
+            prop_assert_eq!(first | 3, marked.be16(0) | 3);
+            let mut fresh = marked;
+            fresh.put16(10, 0);
+            prop_assert_eq!(checksum, u16::from_be(!fold(fresh.sum(0, 20))));
+        }
+    }
+
+    #[test]
+    fn ce_stands_between_version_and_flow_label() {
+        assert_eq!(set_ce_v6(0x6ab5), 0x6ab5 | 0x30);
+        assert_eq!(set_ce_v6(0x6000), 0x6030);
+    }
 
     #[test]
     fn all_sixteen_pairs() {

@@ -186,7 +186,26 @@ pub struct Peer {
     pub reserved: u16,
 }
 
-/// A value of the per-CPU maps `PEER_COUNTERS` and `OUTCOMES`. Both numbers wrap.
+/// The one entry of the map `XDP_FRONT`: where packets are taken out of the tunnel in XDP, and how
+/// the program at TC knows them for it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct XdpFront {
+    /// Stands in the metadata of each packet taken out, which no packet has on the wire. A random
+    /// number, so that no other program's metadata looks like it.
+    pub cookie: Cookie,
+    /// The underlay device with the program; 0 if there is none.
+    pub ifindex: u32,
+    /// That device's MAC: what goes to others is left alone.
+    pub mac: Mac,
+    /// Keeps the size a multiple of four; zero.
+    pub reserved: u16,
+}
+
+/// A packet's metadata, as it lies in memory.
+pub type Cookie = [u16; 4];
+
+/// A value of the per-CPU maps `PEER_COUNTERS`, `OUTCOMES` and `XDP_OUTCOMES`. Both numbers wrap.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Counters {
@@ -230,13 +249,16 @@ const _: () = {
     assert!(offset_of!(Peer, subnet_v6) == 8);
     assert!(offset_of!(Peer, prefix_len_v4) == 24);
     assert!(offset_of!(Peer, prefix_len_v6) == 25);
+    assert!(size_of::<XdpFront>() == 20);
+    assert!(offset_of!(XdpFront, ifindex) == 8);
+    assert!(offset_of!(XdpFront, mac) == 12);
     assert!(size_of::<Counters>() == 16);
     assert!(offset_of!(Counters, bytes) == 8);
 };
 
 #[cfg(feature = "user")]
 mod user {
-    use super::{Config, Counters, Lease, OuterAddress, Peer, Vtep, VtepKey};
+    use super::{Config, Counters, Lease, OuterAddress, Peer, Vtep, VtepKey, XdpFront};
 
     // SAFETY: the derives of bytemuck's `Pod` checked it: no padding, any bit pattern is valid.
     unsafe impl aya::Pod for Config {}
@@ -252,6 +274,8 @@ mod user {
     unsafe impl aya::Pod for Vtep {}
     // SAFETY: as above.
     unsafe impl aya::Pod for Lease {}
+    // SAFETY: as above.
+    unsafe impl aya::Pod for XdpFront {}
 }
 
 #[cfg(test)]

@@ -111,6 +111,14 @@ outcomes! {
     DropLocalPod = 39 "drop-local-pod",
     /// Lost: the kernel had no memory in the middle of a change.
     DropNoMemory = 40 "drop-no-memory",
+    /// Taken out of the tunnel in XDP already, sent on by the program at TC.
+    FromXdp = 41 "from-xdp",
+    /// In XDP: the program at TC, which would send it on, has not been seen at work lately.
+    Unattended = 42 "kernel-unattended",
+    /// In XDP: the driver keeps no metadata, by which the program at TC would know it.
+    NoMetadata = 43 "kernel-no-metadata",
+    /// Refused: taken out of the tunnel in XDP, where a VLAN tag that the NIC took off cannot be seen.
+    DropTagged = 44 "drop-tagged",
 }
 
 impl Outcome {

@@ -11,6 +11,7 @@
 
 mod count;
 mod decap;
+mod decap_probe;
 mod encap;
 mod flows;
 mod maps;
@@ -21,8 +22,13 @@ mod skb;
 mod tunnel_egress;
 mod tunnel_ingress;
 mod underlay_ingress;
+mod underlay_xdp;
+mod xdp_front;
 
-use aya_ebpf::{macros::classifier, programs::TcContext};
+use aya_ebpf::{
+    macros::{classifier, xdp},
+    programs::{TcContext, XdpContext},
+};
 
 /// Tunnel device, TC egress: sends packets into the tunnel.
 #[classifier]
@@ -59,6 +65,13 @@ fn underlay_ingress(ctx: TcContext) -> i32 {
     underlay_ingress::run(&ctx)
 }
 
+/// Underlay device, native XDP: takes packets out of the tunnel before the kernel has looked at them.
+#[xdp(frags)]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn underlay_xdp(ctx: XdpContext) -> u32 {
+    underlay_xdp::run(&ctx)
+}
+
 /// Devices that carry pods, TC ingress: no pod speaks VXLAN to a node.
 #[classifier]
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
@@ -71,6 +84,13 @@ fn pod_guard(ctx: TcContext) -> i32 {
 #[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
 fn self_test(ctx: TcContext) -> i32 {
     self_test::run(&ctx)
+}
+
+/// On no device: whether this kernel can undo merging.
+#[classifier]
+#[expect(clippy::needless_pass_by_value, reason = "the macro hands the context over by value")]
+fn decap_probe(ctx: TcContext) -> i32 {
+    decap_probe::run(&ctx)
 }
 
 /// Some helpers are open to GPL-compatible programs only.

@@ -1,4 +1,4 @@
-//! The maps. All but the last six are pinned; their layout is `flannel_common::map`.
+//! The maps. All but the last seven are pinned; their layout is `flannel_common::map`.
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
@@ -7,7 +7,9 @@ use aya_ebpf::{
 };
 use flannel_common::{
     flow::{Flow, Flow4Key, Flow6Key, FlowRules, MAX_FLOWS, Offer},
-    map::{Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, Vtep, VtepKey},
+    map::{
+        Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, Vtep, VtepKey, XdpFront,
+    },
     outcome::Outcome,
     wire::Words,
 };
@@ -55,6 +57,14 @@ pub static PEER_COUNTERS: PerCpuArray<Counters, PEERS_ROOM> = PerCpuArray::new()
 #[btf_map]
 pub static OUTCOMES: PerCpuArray<Counters, { Outcome::COUNT }> = PerCpuArray::new();
 
+/// Where packets are taken out of the tunnel in XDP.
+#[btf_map]
+pub static XDP_FRONT: Array<XdpFront, 1> = Array::new();
+
+/// What became of packets in XDP, by the number of the outcome.
+#[btf_map]
+pub static XDP_OUTCOMES: PerCpuArray<Counters, { Outcome::COUNT }> = PerCpuArray::new();
+
 /// What to do about flows.
 #[btf_map]
 pub static FLOW_RULES: Array<FlowRules, 1> = Array::new();
@@ -86,6 +96,10 @@ pub static WAYS: PerCpuArray<Way, WAYS_ROOM> = PerCpuArray::new();
 /// The clock, as flows have it.
 #[btf_map]
 pub static CLOCK: PerCpuArray<Reading, 1> = PerCpuArray::new();
+
+/// When the program at TC last saw a packet of the tunnel, in jiffies; see [`crate::xdp_front`].
+#[btf_map]
+pub static TC_JIFFIES: Array<u64, 1> = Array::new();
 
 /// The next IP id of outer packets.
 #[btf_map]

@@ -37,6 +37,12 @@ pub struct Head<const SURE: usize> {
 }
 
 impl<const SURE: usize> Head<SURE> {
+    /// What begins and ends there, if it is as long as that.
+    #[inline(always)]
+    pub fn between((start, end): (usize, usize)) -> Option<Self> {
+        (start + SURE <= end).then_some(Self { start, end })
+    }
+
     /// Writes words as they lie in memory, within the bytes that are sure to be there.
     #[inline(always)]
     pub fn put<const W: usize>(&mut self, offset: usize, words: &[u16; W]) {
@@ -199,8 +205,7 @@ impl Skb {
     /// The same of what is in one piece already.
     #[inline(always)]
     pub fn in_place<const SURE: usize>(self) -> Option<Head<SURE>> {
-        let (start, end) = self.linear();
-        (start + SURE <= end).then_some(Head { start, end })
+        Head::between(self.linear())
     }
 
     #[inline(always)]
@@ -212,6 +217,13 @@ impl Skb {
             return None;
         }
         self.in_place()
+    }
+
+    /// The metadata that a program in XDP has put before the packet: where it begins, and where
+    /// the packet does.
+    #[inline(always)]
+    pub fn metadata(self) -> (usize, usize) {
+        (self.fields().data_meta as usize, self.fields().data as usize)
     }
 
     /// Reads the first `LEN` bytes. Words beyond stay as they are.

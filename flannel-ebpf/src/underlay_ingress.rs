@@ -29,6 +29,7 @@ use crate::{
     flows::{self, Family, V4, V6},
     maps,
     skb::{self, Skb},
+    xdp_front,
 };
 
 /// "Next": whoever else is at this hook has a say, and then the kernel.
@@ -48,6 +49,9 @@ const DESTINATION_V6: u32 = 14 + 24;
 #[inline(always)]
 pub fn run(ctx: &TcContext) -> i32 {
     let skb = Skb::new(ctx);
+    if let Some(action) = xdp_front::handed_over(skb) {
+        return action;
+    }
     // What belongs to another host, or to a VLAN device on top, is not the tunnel's.
     if skb.for_other_host() || skb.tagged() {
         return NEXT;
@@ -56,6 +60,7 @@ pub fn run(ctx: &TcContext) -> i32 {
     if !concerns_port(skb, config) {
         return NEXT;
     }
+    xdp_front::attend();
     let (segments, len) = (skb.segments(), skb.len());
     let Some((outcome, action)) = judge(skb, config) else { return NEXT };
     count::add(&maps::OUTCOMES, outcome, segments, len);

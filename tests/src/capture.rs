@@ -105,6 +105,16 @@ impl Drop for Capture {
     }
 }
 
+/// Sends a frame as it is out of an interface.
+pub fn inject(ns: &Netns, interface: &str, frame: &[u8]) -> Result<()> {
+    let name = interface.to_owned();
+    let socket = ns.within(move || open(&name))?;
+    let sent =
+        nix::sys::socket::send(socket.as_raw_fd(), frame, nix::sys::socket::MsgFlags::empty())?;
+    ensure!(sent == frame.len(), "{sent} of {} bytes sent", frame.len());
+    Ok(())
+}
+
 fn lock(frames: &Mutex<Vec<Frame>>) -> MutexGuard<'_, Vec<Frame>> {
     frames.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -112,7 +112,8 @@ impl<S: LeaseStore> Duo<S> {
         let state = if offload { "on" } else { "off" };
         for node in [&duo.alder, duo.birch.node()] {
             node.run(&format!("ethtool -K eth0 tx {state}"))?;
-            for device in ["flannel.1", "flannel-v6.1"] {
+            // A veth device with XDP merges, too.
+            for device in ["eth0", "flannel.1", "flannel-v6.1"] {
                 node.run(&format!("ethtool -K {device} gro off"))?;
             }
         }

@@ -33,6 +33,7 @@ pub mod conversation;
 pub mod craft;
 pub mod duo;
 pub mod etcd;
+pub mod foreign_program;
 pub mod generated;
 pub mod http;
 pub mod kernel_peer;

@@ -22,6 +22,8 @@ struct Observed {
     wire: Arrivals,
     /// How many packets the programs sent and took out.
     by_programs: (u64, u64),
+    /// How many were taken out in XDP.
+    by_xdp: u64,
 }
 
 /// Sends the same packets through a network whose agent runs with these flags.
@@ -60,6 +62,7 @@ fn observe(flags: &[&str], offload: bool, merged: bool, seed: u64) -> Result<Obs
     if flags.contains(&"--datapath=ebpf") {
         let count = |number| outcomes::count(&duo.alder, number);
         observed.by_programs = (count(outcomes::ENCAPSULATED)?, count(outcomes::DECAPSULATED)?);
+        observed.by_xdp = count(outcomes::FROM_XDP)?;
     }
     Ok(observed)
 }
@@ -75,6 +78,22 @@ fn same(offload: bool, merged: bool, seed: u64) -> Result<()> {
     equal += kernel.ours.compare("at our pod", &programs.ours, least)?;
     equal += kernel.wire.compare("on the wire", &programs.wire, least)?;
     println!("{equal} packets are equal; programs sent {sent} and took out {taken}");
+    Ok(())
+}
+
+/// Merged packets are none of XDP's: the peer's device takes them apart.
+#[test]
+fn packets_as_a_real_wire_has_them_arrive_the_same_by_xdp() -> Result<()> {
+    let seed = 0x5eed_0003;
+    let kernel = observe(&["--datapath=kernel"], false, false, seed)?;
+    let flags = ["--datapath=ebpf", "--fast-path=stack", "--xdp=native"];
+    let programs = observe(&flags, false, false, seed)?;
+    ensure!(programs.by_xdp > u64::from(COUNT / 4), "only {} taken out in XDP", programs.by_xdp);
+    let least = usize::from(COUNT / 2);
+    let mut equal = kernel.theirs.compare("at the kernel peer's pod", &programs.theirs, least)?;
+    equal += kernel.ours.compare("at our pod", &programs.ours, least)?;
+    equal += kernel.wire.compare("on the wire", &programs.wire, least)?;
+    println!("{equal} packets are equal; XDP took out {}", programs.by_xdp);
     Ok(())
 }
 

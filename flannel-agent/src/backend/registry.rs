@@ -105,6 +105,7 @@ fn vxlan(parts: Parts<'_>) -> Made {
             pin_dir: options.datapath.bpf_pin_dir.clone(),
             log: options.log.verbosity >= 4,
             mode: options.datapath.fast_path,
+            xdp: options.datapath.xdp,
             filter: options.datapath.peer_filter,
             flow_interval: std::time::Duration::from_millis(options.datapath.flow_interval_ms),
         },

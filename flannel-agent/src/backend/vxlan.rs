@@ -784,6 +784,7 @@ impl Backend for VxlanBackend {
     }
 
     fn status(&self) -> Value {
+        self.fast_path.measure(&self.metrics);
         let tables = self.mirror.tables();
         let devices = self.devices.iter().map(|device| {
             let link = tables.link(&device.name);

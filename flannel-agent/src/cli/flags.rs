@@ -264,7 +264,7 @@ pub struct DatapathFlags {
     /// How often, in milliseconds, a flow that skips the host's stack sends a packet through it again.
     #[arg(long, value_name = "MS", default_value_t = 1000)]
     pub flow_interval_ms: u64,
-    /// Whether tunnel packets are taken off in XDP.
+    /// Whether tunnel packets are taken out in XDP, in the underlay's driver.
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub xdp: XdpMode,
     /// Who may send us tunnel packets.

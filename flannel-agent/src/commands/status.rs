@@ -105,6 +105,9 @@ fn text(status: &Status, now: SystemTime) -> String {
         };
         line("data path", &format!("{}{reason}", datapath.mode));
     }
+    if let Some(xdp) = xdp(&status.backend["datapath"]["programs"]["xdp"]) {
+        line("xdp", &xdp);
+    }
     if let Some(firewall) = &status.firewall {
         let state = if firewall.in_place { "in place" } else { "not in place" };
         line("firewall", format!("{} {state}", firewall.renderer).trim_start());
@@ -244,6 +247,17 @@ fn devices(inventory: &Inventory) -> Vec<Device> {
     inventory.links.iter().filter(ours).map(Device::from).collect()
 }
 
+/// Where tunnel packets are taken out in XDP and how many were, or why none is. `None` if nobody asked
+/// for it.
+fn xdp(front: &Value) -> Option<String> {
+    if let Some(device) = front["device"].as_str() {
+        let taken = front["outcomes"]["decapsulated"]["packets"].as_u64().unwrap_or_default();
+        return Some(format!("native at {device}, {taken} packets taken out"));
+    }
+    let why = front["why_not"].as_str().filter(|why| !matches!(*why, "" | "--xdp off"))?;
+    Some(format!("off ({why})"))
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, UNIX_EPOCH};
@@ -311,6 +325,17 @@ problem     two peers claim a MAC
         assert_eq!(text(&status, UNIX_EPOCH + Duration::from_secs(100)), wanted);
         let late = text(&status, UNIX_EPOCH + Duration::from_hours(25));
         assert!(late.contains("has ended"), "{late}");
+    }
+
+    #[test]
+    fn xdp_is_shown_to_whoever_asked_for_it() {
+        let off = |why: &str| json!({"mode": "off", "device": null, "why_not": why});
+        assert_eq!(xdp(&Value::Null), None);
+        assert_eq!(xdp(&off("--xdp off")), None);
+        assert_eq!(xdp(&off("the driver is slow")).as_deref(), Some("off (the driver is slow)"));
+        let on = json!({"device": "eth0", "why_not": "",
+            "outcomes": {"decapsulated": {"packets": 9}}});
+        assert_eq!(xdp(&on).as_deref(), Some("native at eth0, 9 packets taken out"));
     }
 
     #[test]

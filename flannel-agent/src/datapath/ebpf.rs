@@ -5,6 +5,7 @@
 
 mod attach;
 mod counters;
+mod decap_probe;
 mod flow_list;
 mod flows;
 mod hook;
@@ -21,6 +22,9 @@ mod tc_qdisc;
 mod tcx_query;
 mod teardown;
 mod wanted;
+mod xdp;
+mod xdp_driver;
+mod xdp_query;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -46,12 +50,13 @@ use self::{
     attach::Attachments,
     counters::{CounterArray, Peers},
     flows::{Flows, SIGN_OF_LIFE},
-    hook::{HOOKS, POD_EGRESS, POD_INGRESS},
+    hook::{HOOKS, Hook, POD_EGRESS, POD_INGRESS, UNDERLAY_INGRESS},
     index::IndexPool,
     object::chain,
     pin::PinDirectory,
     table::Table,
     wanted::outer_address,
+    xdp::{Front, UNDERLAY_XDP},
 };
 use crate::lease::Subnets;
 
@@ -62,6 +67,8 @@ pub use self::{
     loading::{Loaded, Loading, Predecessor},
     teardown::Pins,
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
+    xdp::{XdpWanted, detach_left_over as detach_left_over_xdp},
+    xdp_driver::check as check_xdp_driver,
 };
 
 /// How to attach the programs.
@@ -191,6 +198,9 @@ pub struct EbpfDatapath {
     left_out: usize,
     /// Of each hook, in the order of [`HOOKS`].
     attachments: [Attachments; HOOKS.len()],
+    front: Front,
+    /// Whether the kernel could take merged packets out.
+    takes_merged: Result<bool, String>,
     forwards: bool,
     flows: Flows,
     /// Pods' devices that somebody else works on, too.
@@ -213,7 +223,7 @@ impl EbpfDatapath {
 
     /// Takes over what was loaded, and the maps that an earlier agent left. Attaches nothing yet.
     pub fn adopt(loaded: Loaded) -> Result<Self, EbpfError> {
-        let Loaded { options, mut ebpf, pins } = loaded;
+        let Loaded { options, mut ebpf, pins, takes_merged } = loaded;
         let handles = pin::MAPS
             .iter()
             .filter_map(|shape| Some((shape.name, shape.open(&pins.maps())?)))
@@ -229,6 +239,8 @@ impl EbpfDatapath {
             subnets_v4: Table::adopt(take(&mut ebpf, pin::SUBNETS4.name)?).map_err(map)?,
             subnets_v6: Table::adopt(take(&mut ebpf, pin::SUBNETS6.name)?).map_err(map)?,
             attachments: HOOKS.map(|hook| Attachments::new(hook, options.attach)),
+            front: Front::new(&mut ebpf)?,
+            takes_merged,
             forwards: false,
             flows: Flows::new(&mut ebpf)?,
             shared: BTreeSet::new(),
@@ -271,7 +283,9 @@ impl EbpfDatapath {
             pods(),
             pods(),
         ];
-        let mut changes = maps;
+        // Before TC: a new program in XDP hands nothing over until it has seen its like at TC.
+        let front = self.front.apply(&mut self.ebpf, &self.pins, &wanted.xdp, underlay_is_shared);
+        let mut changes = maps.and_then(|changes| Ok(changes + front?));
         for ((hook, attachments), devices) in HOOKS.iter().zip(&mut self.attachments).zip(&devices)
         {
             let program = object::program(&mut self.ebpf, hook.program)?;
@@ -279,16 +293,19 @@ impl EbpfDatapath {
             changes = changes.and_then(|changes| Ok(changes + attached?));
         }
         if changes.is_ok() && !std::mem::replace(&mut self.old_discarded, true) {
-            self.pins.discard_old(&HOOKS.map(|hook| hook.program));
+            let mut programs = HOOKS.map(|hook| hook.program).to_vec();
+            programs.push(UNDERLAY_XDP);
+            self.pins.discard_old(&programs);
         }
         changes
     }
 
-    /// Resolves when flows have to be seen to. Cancel-safe.
+    /// Resolves when flows, or the program in XDP, have to be seen to. Cancel-safe.
     pub async fn flows_due(&self) {
-        let Some(next) = self.next_sign else { return std::future::pending().await };
+        let next = self.next_sign.into_iter().chain(self.front.next_look()).min();
+        let Some(next) = next else { return std::future::pending().await };
         tokio::select! {
-            () = self.flows.offered() => {}
+            () = self.flows.offered(), if self.next_sign.is_some() => {}
             () = tokio::time::sleep_until(next) => {}
         }
     }
@@ -297,6 +314,13 @@ impl EbpfDatapath {
     /// [`apply`](Self::apply) has to look at the pods again.
     #[must_use]
     pub fn tend_flows(&mut self) -> bool {
+        let Self { front, ebpf, pins, outcomes, .. } = self;
+        if let Err(error) = front.tend(ebpf, pins, outcomes, underlay_is_shared) {
+            tracing::warn!("XDP: {}", chain(&error));
+        }
+        if self.next_sign.is_none() {
+            return false;
+        }
         self.flows.consider();
         if self.next_sign.is_none_or(|next| next > Instant::now()) {
             return false;
@@ -332,6 +356,11 @@ impl EbpfDatapath {
         }
     }
 
+    /// Whether packets are taken out in XDP, and what became of packets there.
+    pub fn xdp(&self) -> (bool, Vec<(&'static str, u64)>) {
+        (self.front.is_attached(), self.front.packets())
+    }
+
     /// What came from each peer, in the order of their addresses.
     pub fn peer_counters(&self) -> Result<Vec<PeerCounters>, EbpfError> {
         let read = self
@@ -342,7 +371,8 @@ impl EbpfDatapath {
     }
 
     /// The programs' part of the status: `hook`, `why_not_tcx`, `attached`, `peers`,
-    /// `peers_left_out`, `vteps`, `outcomes`, `pins`, `problem`.
+    /// `peers_left_out`, `vteps`, `outcomes`, `xdp`, `kernel_has_decap_l4_udp`,
+    /// `pins`, `problem`.
     pub fn status(&self) -> Value {
         let all = || HOOKS.iter().zip(&self.attachments);
         let attached: Vec<_> = all()
@@ -355,6 +385,7 @@ impl EbpfDatapath {
                     "hook": rung.word(),
                 })
             })
+            .chain(self.front.attached())
             .collect();
         let hook = all().find_map(|(_, held)| held.held().next()).map(|(.., rung)| rung.word());
         let why_not_tcx = self.attachments.iter().find_map(Attachments::why_not_tcx);
@@ -369,6 +400,11 @@ impl EbpfDatapath {
             "vteps": self.vteps.len(),
             "flows": self.bypass.then(|| self.flows.status()),
             "outcomes": outcomes.unwrap_or_else(|error| json!(chain(&error))),
+            "xdp": self.front.status(),
+            "kernel_has_decap_l4_udp": match &self.takes_merged {
+                Ok(known) => json!(known),
+                Err(why) => json!(why),
+            },
             "pins": self.pins.path(),
             "problem": problem,
         })
@@ -555,16 +591,23 @@ pub enum Strangers {
 /// as yes.
 fn has_strangers(pins: &PinDirectory, ifindex: u32) -> bool {
     let shaped = !tc_qdisc::is_shaped(ifindex).is_ok_and(|shaped| !shaped);
-    shaped
-        || [POD_INGRESS, POD_EGRESS].into_iter().any(|hook| {
-            // Ours, or the one of the agent before us, whose pinned link we are about to take over.
-            let ours = HOOKS.iter().filter(|other| {
-                other.side == hook.side && pins.link(other.program, ifindex).exists()
-            });
-            let ours = ours.count();
-            !tcx_query::attached(hook.side, ifindex).is_ok_and(|ids| ids.len() <= ours)
-                || !tc_filter::has_others(hook.side, ifindex).is_ok_and(|others| !others)
-        })
+    shaped || [POD_INGRESS, POD_EGRESS].into_iter().any(|hook| is_shared(hook, pins, ifindex))
+}
+
+/// Whether somebody else has a program or filter where the underlay's packets come in. Not knowing
+/// counts as yes.
+fn underlay_is_shared(pins: &PinDirectory, ifindex: u32) -> bool {
+    is_shared(UNDERLAY_INGRESS, pins, ifindex)
+}
+
+fn is_shared(hook: Hook, pins: &PinDirectory, ifindex: u32) -> bool {
+    // Ours, or the one of the agent before us, whose pinned link we are about to take over.
+    let ours = HOOKS
+        .iter()
+        .filter(|other| other.side == hook.side && pins.link(other.program, ifindex).exists());
+    let ours = ours.count();
+    !tcx_query::attached(hook.side, ifindex).is_ok_and(|ids| ids.len() <= ours)
+        || !tc_filter::has_others(hook.side, ifindex).is_ok_and(|others| !others)
 }
 
 /// One entry per outer address. Of leases that share one, the first with a subnet of the family.

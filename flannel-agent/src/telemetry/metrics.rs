@@ -1,6 +1,9 @@
 //! Prometheus metrics. Each name is spelled once, here.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::{
+    sync::atomic::Ordering,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, info::Info},
@@ -36,6 +39,10 @@ pub struct Metrics {
     pub datapath_ebpf: Gauge,
     /// What carries packets; one series, whose value is 1.
     fast_path: Family<CarrierLabels, Gauge>,
+    /// 1 while packets are taken out of the tunnel in XDP.
+    datapath_xdp: Gauge,
+    /// What became of tunnel packets in XDP.
+    xdp_packets: Family<Label, Counter>,
     /// Seconds since the epoch at which our lease ends; 0 without a lease or an end.
     lease_expiry: Gauge,
     /// Seconds since the epoch of the last pass that left the kernel as wanted.
@@ -69,6 +76,8 @@ impl Metrics {
         r.register("repairs", "Foreign changes undone", self.repairs.clone());
         r.register("leases_lost", "Times our lease was lost", self.leases_lost.clone());
         r.register("datapath_ebpf", "Whether eBPF is in use", self.datapath_ebpf.clone());
+        r.register("datapath_xdp", "Whether XDP is in use", self.datapath_xdp.clone());
+        r.register("xdp_packets", "Tunnel packets by what XDP did", self.xdp_packets.clone());
         r.register(
             "fast_path_info",
             "What carries packets (flows, stack, off, kernel) and what stands in the way of more",
@@ -84,6 +93,15 @@ impl Metrics {
             "When the kernel last was all as wanted",
             self.last_sync.clone(),
         );
+    }
+
+    /// Records whether XDP is in use, and what it has counted since the maps were made.
+    pub fn set_xdp(&self, attached: bool, packets: impl IntoIterator<Item = (&'static str, u64)>) {
+        self.datapath_xdp.set(i64::from(attached));
+        for (outcome, packets) in packets {
+            let counter = self.xdp_packets.get_or_create(&[("outcome", outcome)]);
+            counter.inner().store(packets, Ordering::Relaxed);
+        }
     }
 
     /// Records when our lease ends; `None` without a lease or an end.

@@ -22,13 +22,13 @@ const TC_ACT_REDIRECT: i32 = 7;
 /// The device of a test run is the loopback device.
 const LOOPBACK: u32 = 1;
 
-const OUR_MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 1]);
-const PEER_MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
+pub const OUR_MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 1]);
+pub const PEER_MAC: MacAddr = MacAddr([2, 0, 0, 0, 0, 7]);
 const NEXT_HOP: &str = "02:00:00:00:00:99";
 
 /// Our subnets are `10.5.9.0/24` and `fd05:9::/64`; the peers have `10.5.1.0/24` and `10.5.2.0/24` and,
 /// over IPv6, `fd05:2::/64`.
-fn node(tunnel: u32) -> FastPathWanted {
+pub fn node(tunnel: u32) -> FastPathWanted {
     let end = |local: &str, subnet: &str| TunnelEnd {
         ifindex: tunnel,
         mac: OUR_MAC,
@@ -114,12 +114,12 @@ impl Probe {
     }
 }
 
-fn frame(to: MacAddr, from: MacAddr, kind: [u8; 2], packet: &[u8]) -> Vec<u8> {
+pub fn frame(to: MacAddr, from: MacAddr, kind: [u8; 2], packet: &[u8]) -> Vec<u8> {
     [&to.0[..], &from.0, &kind, packet].concat()
 }
 
 /// An inner IPv4 packet of UDP.
-fn inner_v4(from: [u8; 4], to: [u8; 4], tos: u8) -> Vec<u8> {
+pub fn inner_v4(from: [u8; 4], to: [u8; 4], tos: u8) -> Vec<u8> {
     let mut packet = vec![0x45, tos, 0, 48, 0, 9, 0x40, 0, 64, 17, 0, 0];
     packet.extend([from, to].concat());
     packet.extend([0x30, 1, 0, 53, 0, 28, 0, 0]);
@@ -129,7 +129,7 @@ fn inner_v4(from: [u8; 4], to: [u8; 4], tos: u8) -> Vec<u8> {
     packet
 }
 
-fn checksum(bytes: &[u8]) -> u16 {
+pub fn checksum(bytes: &[u8]) -> u16 {
     let mut sum: u32 =
         bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     while sum > 0xffff {
@@ -138,15 +138,15 @@ fn checksum(bytes: &[u8]) -> u16 {
     u16::try_from(sum).expect("folded")
 }
 
-const US: [u8; 4] = [10, 5, 9, 5];
-const THEM: [u8; 4] = [10, 5, 1, 5];
+pub const US: [u8; 4] = [10, 5, 9, 5];
+pub const THEM: [u8; 4] = [10, 5, 1, 5];
 
 fn going() -> Vec<u8> {
     frame(PEER_MAC, OUR_MAC, [8, 0], &inner_v4(US, THEM, 0))
 }
 
 /// A tunnel packet with this frame inside.
-fn coming(outer: &str, inner: &[u8]) -> Vec<u8> {
+pub fn coming(outer: &str, inner: &[u8]) -> Vec<u8> {
     let len = u16::try_from(inner.len()).expect("short");
     let mut packet = Shape { inner_len: len, ..Shape::from(outer) }.packet();
     let at = packet.len() - inner.len();
@@ -156,7 +156,7 @@ fn coming(outer: &str, inner: &[u8]) -> Vec<u8> {
     packet
 }
 
-fn coming_v4(from: [u8; 4], to: [u8; 4]) -> Vec<u8> {
+pub fn coming_v4(from: [u8; 4], to: [u8; 4]) -> Vec<u8> {
     coming(V4_PEER, &frame(OUR_MAC, PEER_MAC, [8, 0], &inner_v4(from, to, 0)))
 }
 

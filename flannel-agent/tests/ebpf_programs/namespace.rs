@@ -93,6 +93,25 @@ pub fn test_run(program: &ProgramInfo, packet: &[u8]) -> i32 {
 /// Gives a packet to a program (`BPF_PROG_TEST_RUN`), over and over again. Returns what the program
 /// returned at last, what became of the packet, and nanoseconds for each time.
 pub fn test_run_repeated(program: &ProgramInfo, packet: &[u8], repeat: u32) -> (i32, Vec<u8>, u32) {
+    test_run_with(program, packet, repeat, &[])
+}
+
+/// Gives a packet to a program in XDP, as if it came in at a device. Returns what the program
+/// returned, and the packet after, with its metadata before it.
+pub fn test_run_xdp(program: &ProgramInfo, packet: &[u8], ifindex: u32) -> (i32, Vec<u8>) {
+    // The kernel's `struct xdp_md`: start, end, metadata, device, queue, device to leave by.
+    let end = u32::try_from(packet.len()).expect("short");
+    let context = [0, end, 0, ifindex, 0, 0];
+    let (action, out, _) = test_run_with(program, packet, 1, &context);
+    (action, out)
+}
+
+fn test_run_with(
+    program: &ProgramInfo,
+    packet: &[u8],
+    repeat: u32,
+    context: &[u32],
+) -> (i32, Vec<u8>, u32) {
     /// The kernel's `union bpf_attr`, member `test`, up to what is used.
     #[repr(C)]
     #[derive(Default)]
@@ -105,6 +124,10 @@ pub fn test_run_repeated(program: &ProgramInfo, packet: &[u8], repeat: u32) -> (
         data_out: u64,
         repeat: u32,
         duration: u32,
+        ctx_size_in: u32,
+        ctx_size_out: u32,
+        ctx_in: u64,
+        ctx_out: u64,
     }
     const BPF_PROG_TEST_RUN: libc::c_long = 10;
     let descriptor = program.fd().expect("a descriptor");
@@ -116,9 +139,11 @@ pub fn test_run_repeated(program: &ProgramInfo, packet: &[u8], repeat: u32) -> (
         data_size_out: u32::try_from(out.len()).expect("short"),
         data_out: out.as_mut_ptr() as u64,
         repeat,
+        ctx_size_in: u32::try_from(size_of_val(context)).expect("short"),
+        ctx_in: if context.is_empty() { 0 } else { context.as_ptr() as u64 },
         ..TestRun::default()
     };
-    // SAFETY: the kernel reads the packet and writes to `out` and the attributes.
+    // SAFETY: the kernel reads the packet and the context, and writes to `out` and the attributes.
     let result = unsafe {
         libc::syscall(libc::SYS_bpf, BPF_PROG_TEST_RUN, &raw mut attributes, size_of::<TestRun>())
     };

@@ -24,6 +24,9 @@ const MAX_AT_HOOK: u32 = 64;
 /// `BPF_PROG_TYPE_SCHED_CLS`.
 const SCHED_CLS: u32 = 3;
 
+/// `BPF_PROG_TYPE_XDP`.
+const XDP: u32 = 6;
+
 /// Where `struct __sk_buff` has the interface's index.
 const IFINDEX_AT: usize = 40;
 
@@ -34,6 +37,7 @@ const MAX_GROWTH: usize = 256;
 #[derive(Debug)]
 pub struct Program {
     fd: OwnedFd,
+    in_xdp: bool,
 }
 
 /// What came of running a program.
@@ -128,16 +132,24 @@ impl Program {
         let fd = call(BPF_PROG_GET_FD_BY_ID, &mut attributes)
             .with_context(|| format!("no program with id {id}"))?;
         // SAFETY: a new descriptor that nobody else owns.
-        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+        let mut program = Self { fd: unsafe { OwnedFd::from_raw_fd(fd) }, in_xdp: false };
+        program.in_xdp = program.told("prog_type:")? == u64::from(XDP);
+        Ok(program)
     }
 
-    /// A program at TC that does nothing: what it takes is the measurement's own time.
-    pub fn empty() -> Result<Self> {
+    /// Whether it is one for XDP, not for TC.
+    pub fn in_xdp(&self) -> bool {
+        self.in_xdp
+    }
+
+    /// A program of the same kind that does nothing: what it takes is the measurement's own time.
+    pub fn empty_like(other: &Self) -> Result<Self> {
         // r0 = 0; exit
         let instructions: [u64; 2] = [0xb7, 0x95].map(u64::from_le);
         let license = c"Dual MIT/GPL";
+        let in_xdp = other.in_xdp;
         let mut attributes = LoadAttributes {
-            kind: SCHED_CLS,
+            kind: if in_xdp { XDP } else { SCHED_CLS },
             instruction_count: 2,
             instructions: address(instructions.as_ptr()),
             license: address(license.as_ptr()),
@@ -145,28 +157,40 @@ impl Program {
         };
         let fd = call(BPF_PROG_LOAD, &mut attributes).context("cannot load an empty program")?;
         // SAFETY: a new descriptor that nobody else owns.
-        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) }, in_xdp })
     }
 
     /// How many instructions the verifier went through, on all ways together.
     pub fn verified_instructions(&self) -> Result<u64> {
+        self.told("verified_insns:").context("Linux 5.16 would tell")
+    }
+
+    /// A number that the kernel tells of the descriptor.
+    fn told(&self, what: &str) -> Result<u64> {
         let path = format!("/proc/self/fdinfo/{}", self.fd.as_raw_fd());
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-        let number = text.lines().find_map(|line| line.strip_prefix("verified_insns:"));
+        let number = text.lines().find_map(|line| line.strip_prefix(what));
         number
             .and_then(|number| number.trim().parse().ok())
-            .context("no verified_insns (Linux 5.16)")
+            .with_context(|| format!("no {what} in {path}"))
     }
 
     /// Runs it so many times on one packet, which keeps its changes from run to run. To the
     /// program it came by the interface `ifindex` of the caller's network namespace.
     pub fn test_run(&self, packet: &[u8], ifindex: u32, repeat: u32) -> Result<TestRun> {
-        let mut context = [0_u8; IFINDEX_AT + 4];
-        context[IFINDEX_AT..].copy_from_slice(&ifindex.to_ne_bytes());
+        let length = u32::try_from(packet.len())?;
+        let context = if self.in_xdp {
+            // `struct xdp_md`: start, end, metadata, device, queue, device to leave by.
+            [0, length, 0, ifindex, 0, 0].map(u32::to_ne_bytes).concat()
+        } else {
+            let mut context = vec![0; IFINDEX_AT];
+            context.extend(ifindex.to_ne_bytes());
+            context
+        };
         let mut out = vec![0; packet.len() + MAX_GROWTH];
         let mut attributes = TestRunAttributes {
             program: u32::try_from(self.fd.as_raw_fd())?,
-            size_in: u32::try_from(packet.len())?,
+            size_in: length,
             size_out: u32::try_from(out.len())?,
             data_in: address(packet.as_ptr()),
             data_out: address(out.as_mut_ptr()),

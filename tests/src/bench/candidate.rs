@@ -22,7 +22,11 @@ pub enum Candidate {
     OursStack,
     /// Our agent with --fast-path flows
     OursFlows,
-    /// The same with --xdp native
+    /// Our agent with --fast-path stack --xdp native
+    #[value(alias = "ours-stack-xdp")]
+    OursXdpStack,
+    /// Our agent with --fast-path flows --xdp native
+    #[value(alias = "ours-flows-xdp")]
     OursXdpFlows,
     /// Our agent's udp backend
     OursUdp,
@@ -33,7 +37,7 @@ pub enum Candidate {
 }
 
 /// All of them, in the order of reports.
-pub const ALL: [Candidate; 11] = [
+pub const ALL: [Candidate; 12] = [
     Candidate::Host,
     Candidate::HostGw,
     Candidate::KernelVxlan,
@@ -41,6 +45,7 @@ pub const ALL: [Candidate; 11] = [
     Candidate::OursKernel,
     Candidate::OursStack,
     Candidate::OursFlows,
+    Candidate::OursXdpStack,
     Candidate::OursXdpFlows,
     Candidate::OursUdp,
     Candidate::PlainUdp,
@@ -60,6 +65,7 @@ impl Candidate {
             Self::OursUdp => Some(&[]),
             Self::OursStack => Some(&["--datapath=ebpf", "--fast-path=stack", "--xdp=off"]),
             Self::OursFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=off"]),
+            Self::OursXdpStack => Some(&["--datapath=ebpf", "--fast-path=stack", "--xdp=native"]),
             Self::OursXdpFlows => Some(&["--datapath=ebpf", "--fast-path=flows", "--xdp=native"]),
             _ => None,
         }
@@ -87,7 +93,7 @@ impl Candidate {
             return Err(format!("the agent's data path is {mode}{reason}"));
         }
         let fast_path = match self {
-            Self::OursStack => "stack",
+            Self::OursStack | Self::OursXdpStack => "stack",
             Self::OursFlows | Self::OursXdpFlows => "flows",
             _ => return Ok(()),
         };
@@ -105,10 +111,15 @@ impl Candidate {
             attached["program"].as_str().is_some_and(|program| program.contains("xdp"))
         };
         let attached = programs["attached"].as_array();
-        if self == Self::OursXdpFlows && !attached.is_some_and(|all| all.iter().any(in_xdp)) {
-            return Err("the agent has no XDP program attached".to_owned());
+        if self.is_in_xdp() && !attached.is_some_and(|all| all.iter().any(in_xdp)) {
+            let why = programs["xdp"]["why_not"].as_str().unwrap_or("no reason given");
+            return Err(format!("the agent has no XDP program attached: {why}"));
         }
         Ok(())
+    }
+
+    fn is_in_xdp(self) -> bool {
+        matches!(self, Self::OursXdpStack | Self::OursXdpFlows)
     }
 }
 
@@ -117,7 +128,7 @@ impl Candidate {
     /// stands for. If not, why not, as far as the agent tells.
     pub fn has_carried(self, status: &Value) -> Result<(), String> {
         let programs = &status["backend"]["datapath"]["programs"];
-        let encapsulates = matches!(self, Self::OursStack | Self::OursFlows | Self::OursXdpFlows);
+        let encapsulates = self.is_in_xdp() || matches!(self, Self::OursStack | Self::OursFlows);
         let flows = matches!(self, Self::OursFlows | Self::OursXdpFlows);
         if encapsulates
             && programs["outcomes"]["encapsulated"]["packets"].as_u64().unwrap_or(0) == 0
@@ -127,6 +138,10 @@ impl Candidate {
         if flows && programs["flows"]["promotions"].as_u64().unwrap_or(0) == 0 {
             let why = programs["flows"]["last_refusal"].as_str().unwrap_or("no reason given");
             return Err(format!("no flow was promoted: {why}"));
+        }
+        let taken = &programs["xdp"]["outcomes"]["decapsulated"]["packets"];
+        if self.is_in_xdp() && taken.as_u64().unwrap_or(0) == 0 {
+            return Err("XDP has taken nothing out".to_owned());
         }
         Ok(())
     }
@@ -149,7 +164,7 @@ mod tests {
         assert_eq!(
             ALL.map(Candidate::name).join(" "),
             "host host-gw kernel-vxlan kernel-flowtable ours-kernel ours-stack ours-flows \
-             ours-xdp-flows ours-udp plain-udp flanneld"
+             ours-xdp-stack ours-xdp-flows ours-udp plain-udp flanneld"
         );
     }
 
@@ -193,5 +208,7 @@ mod tests {
         let why = Candidate::OursFlows.has_carried(&status(1, 0)).unwrap_err();
         assert!(why.contains("not assured"), "{why}");
         assert_eq!(Candidate::OursFlows.has_carried(&status(1, 1)), Ok(()));
+        let why = Candidate::OursXdpFlows.has_carried(&status(1, 1)).unwrap_err();
+        assert!(why.contains("XDP"), "{why}");
     }
 }

@@ -16,11 +16,12 @@ use tracing::{error, info, warn};
 use super::{VxlanOptions, choice::Choice, device::Family, peers::Tunnel};
 use crate::{
     background::Background,
-    cli::flags::{FastPath as FastPathMode, PeerFilter},
+    cli::flags::{FastPath as FastPathMode, PeerFilter, XdpMode},
     datapath::{
         ebpf::{
             AttachMode, EbpfDatapath, EbpfError, EbpfOptions, FastPathWanted, Filter, FlowsWanted,
             LeaseEntry, Loaded, Loading, PeerEntry, Predecessor, Strangers, TunnelEnd, VtepName,
+            XdpWanted, check_xdp_driver, detach_left_over_xdp,
         },
         pods,
     },
@@ -45,6 +46,8 @@ pub struct FastPathConfig {
     pub log: bool,
     /// How much of the host's stack is skipped.
     pub mode: FastPathMode,
+    /// Whether tunnel packets are taken out in XDP.
+    pub xdp: XdpMode,
     /// Who may send us tunnel packets.
     pub filter: PeerFilter,
     /// How often a flow that bypasses the stack proves itself.
@@ -86,6 +89,7 @@ impl FastPath {
     pub fn open(config: &FastPathConfig, device: &str, metrics: &Metrics) -> Self {
         metrics.datapath_ebpf.set(0);
         if !config.enabled {
+            detach_left_over_xdp(&config.pin_dir, device);
             return Self::Off("--datapath kernel".to_owned());
         }
         let options = EbpfOptions {
@@ -179,6 +183,14 @@ impl FastPath {
         }
     }
 
+    /// Brings what XDP has counted into the metrics.
+    pub fn measure(&self, metrics: &Metrics) {
+        if let Self::On(datapath) = self {
+            let (attached, packets) = datapath.xdp();
+            metrics.set_xdp(attached, packets);
+        }
+    }
+
     /// What others do by TC at the devices that all pods' packets cross, which flows do not.
     pub fn strangers(&self, tables: &Tables, tunnels: &[Tunnel]) -> Findings {
         let Self::On(datapath) = self else { return Findings::default() };
@@ -259,6 +271,7 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
     let forward = sources.choice.mode != FastPathMode::Off;
     FastPathWanted {
         underlay: underlay.iter().map(|link| link.index).collect(),
+        xdp: xdp(sources),
         pod_devices: pod_devices(tables, tunnels),
         vni: options.vni,
         port: options.port,
@@ -279,6 +292,32 @@ pub fn wanted(sources: &Sources<'_>) -> FastPathWanted {
         }),
         flows: flows(sources),
     }
+}
+
+/// Whether packets are taken out in XDP, or why not.
+fn xdp(sources: &Sources<'_>) -> XdpWanted {
+    let Sources { config, underlay, .. } = sources;
+    if config.xdp == XdpMode::Off {
+        return XdpWanted::Off("--xdp off".to_owned());
+    }
+    if sources.choice.mode == FastPathMode::Off {
+        return XdpWanted::Off(sources.choice.reason.clone());
+    }
+    let Some((link, mac)) = underlay.and_then(|link| Some((link, link.mac?))) else {
+        return XdpWanted::Off("the external interface is not there, or has no MAC".to_owned());
+    };
+    // Then a packet handed over would look as if sent to the host itself.
+    if sources.tunnels.iter().any(|tunnel| {
+        sources.tables.links.get(&tunnel.link).is_some_and(|tunnel| tunnel.mac == Some(mac))
+    }) {
+        return XdpWanted::Off(format!("{} and a tunnel device have the same MAC", link.name));
+    }
+    if config.xdp == XdpMode::Auto
+        && let Err(why) = check_xdp_driver(&link.name)
+    {
+        return XdpWanted::Off(why);
+    }
+    XdpWanted::Native { ifindex: link.index, mac }
 }
 
 /// What is asked of flows; `None` if none shall bypass the stack.

@@ -7,7 +7,9 @@ use aya::{
 };
 use flannel_common::map::Config;
 
-use super::{EbpfError, EbpfOptions, object, object::chain, pin, pin::PinDirectory, self_test};
+use super::{
+    EbpfError, EbpfOptions, decap_probe, object, object::chain, pin, pin::PinDirectory, self_test,
+};
 
 /// The pins are ours, nothing is loaded yet.
 pub struct Loading {
@@ -20,6 +22,8 @@ pub struct Loaded {
     pub(super) options: EbpfOptions,
     pub(super) ebpf: Ebpf,
     pub(super) pins: PinDirectory,
+    /// Whether this kernel can undo merging.
+    pub(super) takes_merged: Result<bool, String>,
 }
 
 /// What still works from an earlier agent's maps, for which nobody cares while ours are loaded.
@@ -52,7 +56,8 @@ impl Loading {
         let Self { options, pins } = self;
         let mut ebpf = object::load(&pins.maps(), options.log)?;
         self_test::run(&mut ebpf)?;
-        Ok(Loaded { options, ebpf, pins })
+        let takes_merged = decap_probe::run(&mut ebpf);
+        Ok(Loaded { options, ebpf, pins, takes_merged })
     }
 }
 

@@ -36,7 +36,7 @@ pub(super) fn load(maps: &Path, log: bool) -> Result<Ebpf, EbpfError> {
             ProgramError::LoadError { io_error, verifier_log } => EbpfError::Verifier {
                 program: name,
                 reason: io_error,
-                tail: tail(&verifier_log.to_string(), VERIFIER_TAIL),
+                tail: tail(&verifier_log.to_string()),
             },
             other => EbpfError::Load(chain(&other)),
         })?;
@@ -92,8 +92,13 @@ pub(super) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// The end of a verifier's complaint, in one line.
+pub(super) fn tail(text: &str) -> String {
+    last(text, VERIFIER_TAIL)
+}
+
 /// The last `max` bytes or a little less, in one line.
-fn tail(text: &str, max: usize) -> String {
+fn last(text: &str, max: usize) -> String {
     let text = text.trim();
     let mut start = text.len().saturating_sub(max);
     while !text.is_char_boundary(start) {
@@ -119,8 +124,8 @@ mod tests {
 
     #[test]
     fn the_end_of_a_complaint_is_kept() {
-        assert_eq!(tail("one\n  two\nthree\n", 100), "one; two; three");
-        assert_eq!(tail("ääää", 3), "ä");
-        assert_eq!(tail("", 3), "");
+        assert_eq!(last("one\n  two\nthree\n", 100), "one; two; three");
+        assert_eq!(last("ääää", 3), "ä");
+        assert_eq!(last("", 3), "");
     }
 }

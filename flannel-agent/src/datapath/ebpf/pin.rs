@@ -17,7 +17,7 @@ use flannel_common::{
     flow::{Flow, Flow4Key, Flow6Key, FlowRules, MAX_FLOWS},
     map::{
         Config, Counters, Lease, MAX_PEERS, MAX_VTEPS, OuterAddress, Peer, SCHEMA_VERSION, Vtep,
-        VtepKey,
+        VtepKey, XdpFront,
     },
     outcome::Outcome,
 };
@@ -45,6 +45,10 @@ pub(super) const PEER_COUNTERS: MapShape =
 pub(super) const OUTCOMES: MapShape =
     shape::<u32, Counters>("OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
 
+pub(super) const XDP_FRONT: MapShape = shape::<u32, XdpFront>("XDP_FRONT", MapType::Array, 1);
+pub(super) const XDP_OUTCOMES: MapShape =
+    shape::<u32, Counters>("XDP_OUTCOMES", MapType::PerCpuArray, Outcome::COUNT);
+
 pub(super) const VTEPS: MapShape =
     shape::<VtepKey, Vtep>("VTEPS", MapType::Hash, MAX_VTEPS as usize);
 pub(super) const SUBNETS4: MapShape =
@@ -59,8 +63,20 @@ pub(super) const FLOWS6: MapShape =
     shape::<Flow6Key, Flow>("FLOWS6", MapType::LruHash, MAX_FLOWS as usize);
 
 /// The maps that are pinned.
-pub(super) const MAPS: [MapShape; 10] =
-    [CONFIG, PEERS, PEER_COUNTERS, OUTCOMES, VTEPS, SUBNETS4, SUBNETS6, FLOW_RULES, FLOWS4, FLOWS6];
+pub(super) const MAPS: [MapShape; 12] = [
+    XDP_FRONT,
+    XDP_OUTCOMES,
+    CONFIG,
+    PEERS,
+    PEER_COUNTERS,
+    OUTCOMES,
+    VTEPS,
+    SUBNETS4,
+    SUBNETS6,
+    FLOW_RULES,
+    FLOWS4,
+    FLOWS6,
+];
 
 const fn shape<K, V>(name: &'static str, kind: MapType, entries: usize) -> MapShape {
     MapShape { name, kind, key: size_of::<K>(), value: size_of::<V>(), entries }
@@ -95,7 +111,7 @@ impl PinDirectory {
             return Err(EbpfError::DeviceName(device.to_owned()));
         }
         check_bpffs(pin_dir)?;
-        let device = pin_dir.join(device.replace('.', ":"));
+        let device = directory(pin_dir, device);
         let maps = maps_in(&device);
         let failed = |reason| EbpfError::Pin { path: maps.clone(), reason };
         fs::create_dir_all(&maps).map_err(failed)?;
@@ -134,9 +150,7 @@ impl PinDirectory {
 
     /// The interfaces whose links are pinned.
     pub(super) fn linked(&self, program: &str) -> Vec<u32> {
-        let Ok(entries) = fs::read_dir(&self.device) else { return Vec::new() };
-        let index = |name: &str| name.strip_prefix(program)?.strip_prefix('-')?.parse().ok();
-        entries.flatten().filter_map(|entry| entry.file_name().to_str().and_then(index)).collect()
+        links_in(&self.device, program).map(|(ifindex, _)| ifindex).collect()
     }
 
     /// Removes what an agent of another version left: maps of its schema, and links of programs
@@ -177,6 +191,20 @@ impl PinDirectory {
         }
         Ok(())
     }
+}
+
+/// The directory of a device.
+pub(super) fn directory(pin_dir: &Path, device: &str) -> PathBuf {
+    pin_dir.join(device.replace('.', ":"))
+}
+
+/// A program's links in a device's directory: the interface of each, and where it is pinned.
+pub(super) fn links_in(directory: &Path, program: &str) -> impl Iterator<Item = (u32, PathBuf)> {
+    fs::read_dir(directory).into_iter().flatten().flatten().filter_map(move |entry| {
+        let name = entry.file_name();
+        let index = name.to_str()?.strip_prefix(program)?.strip_prefix('-')?.parse().ok()?;
+        Some((index, entry.path()))
+    })
 }
 
 /// Removes a pin; none there is as good.

@@ -8,7 +8,7 @@ use std::{
 use flannel_common::map::{self, Config, OuterAddress, switch};
 use ipnet::IpNet;
 
-use super::flows::FlowsWanted;
+use super::{flows::FlowsWanted, xdp::XdpWanted};
 use crate::{lease::Subnets, mac::MacAddr};
 
 /// What the programs shall do.
@@ -16,6 +16,8 @@ use crate::{lease::Subnets, mac::MacAddr};
 pub struct FastPathWanted {
     /// The underlay's devices, by interface index.
     pub underlay: Vec<u32>,
+    /// Whether packets are taken out in XDP already.
+    pub xdp: XdpWanted,
     /// The devices that carry our pods.
     pub pod_devices: Vec<u32>,
     /// The tunnel's VNI, 24 bits.
