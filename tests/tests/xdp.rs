@@ -182,7 +182,7 @@ fn agents_come_and_go_without_a_packet_lost() -> Result<()> {
     })?;
     ensure!(front(&duo)?["why_not"] == "--xdp off", "{:#}", front(&duo)?["why_not"]);
     ensure!(!goes_by_xdp(&duo)?, "XDP takes packets out");
-    // Nor does it outlive a change to the kernel's path.
+    // Nor does anything outlive a change to the kernel's path.
     duo.agent.process().stop(Signal::SIGKILL, Duration::from_secs(5))?;
     duo.flags.push("--xdp=native".to_owned());
     duo.start_agent_again()?;
@@ -191,8 +191,9 @@ fn agents_come_and_go_without_a_packet_lost() -> Result<()> {
     duo.flags.push("--datapath=kernel".to_owned());
     duo.flags.retain(|flag| flag != "--datapath=ebpf");
     duo.start_agent_again()?;
-    eventually("no program in XDP", Duration::from_secs(5), || {
-        Ok(in_driver(&duo.alder)?.is_none().then_some(()))
+    eventually("no program in XDP, and no links", Duration::from_secs(5), || {
+        let links = duo.alder.shell(&format!("ls {PINS} | grep -- -"))?;
+        Ok((in_driver(&duo.alder)?.is_none() && links.stdout.is_empty()).then_some(()))
     })?;
     there.stop()?.ensure_none(duo.ours.v4()?)?;
     back.stop()?.ensure_none(duo.theirs.v4()?)?;

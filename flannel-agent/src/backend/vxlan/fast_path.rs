@@ -19,7 +19,7 @@ use crate::{
     datapath::{
         ebpf::{
             AttachMode, EbpfDatapath, EbpfOptions, FastPathWanted, Filter, FlowsWanted, LeaseEntry,
-            PeerEntry, TunnelEnd, VtepName, XdpWanted, check_xdp_driver, detach_left_over_xdp,
+            PeerEntry, TunnelEnd, VtepName, XdpWanted, check_xdp_driver, detach_left_over,
         },
         pods,
     },
@@ -67,7 +67,7 @@ impl FastPath {
     pub fn open(config: &FastPathConfig, device: &str, metrics: &Metrics) -> Self {
         metrics.datapath_ebpf.set(0);
         if !config.enabled {
-            detach_left_over_xdp(&config.pin_dir, device);
+            detach_left_over(&config.pin_dir, device);
             return Self::Off("--datapath kernel".to_owned());
         }
         let options = EbpfOptions {

@@ -5,7 +5,6 @@ use std::{
     fs::File,
     io::{self, Read},
     os::fd::{AsFd, OwnedFd},
-    path::Path,
 };
 
 use aya::{
@@ -321,16 +320,6 @@ impl Front {
         tracing::info!("{UNDERLAY_XDP} taken off {}", held.name);
         link::detach(&pins.link(UNDERLAY_XDP, held.ifindex))?;
         Ok(1)
-    }
-}
-
-/// Takes off what an earlier agent left, for one that uses no programs: nobody would keep its maps.
-pub fn detach_left_over(pin_dir: &Path, device: &str) {
-    for (_, path) in pin::links_in(&pin::directory(pin_dir, device), UNDERLAY_XDP) {
-        match link::detach(&path) {
-            Ok(()) => tracing::info!("removed {}: no eBPF is wanted", path.display()),
-            Err(error) => tracing::warn!("{error}"),
-        }
     }
 }
 
