@@ -34,6 +34,13 @@ fn in_driver(node: &Node) -> Result<Option<u64>> {
     Ok((link["xdp"]["mode"] == 1).then(|| link["xdp"]["prog"]["id"].as_u64()).flatten())
 }
 
+/// The number of the pinned link.
+fn link_id(node: &Node) -> Result<Option<u64>> {
+    let shown = node.shell(&format!("bpftool -j link show pinned {PINS}/underlay_xdp-*"))?;
+    let link: Option<Value> = serde_json::from_slice(&shown.stdout).ok();
+    Ok(link.and_then(|link| link["id"].as_u64()))
+}
+
 /// Pings our pod from the peer's, often enough that TC is seen at work; whether XDP took most of it
 /// out.
 fn goes_by_xdp(duo: &Duo<LocalStore>) -> Result<bool> {
@@ -148,9 +155,13 @@ fn a_program_that_was_detached_is_attached_again() -> Result<()> {
     let theirs = duo.ours.v4()?;
     let back = LossMeter::start(duo.theirs.ns(), duo.ours.ns(), theirs)?;
     for _ in 0..2 {
+        let before = link_id(&duo.alder)?;
+        ensure!(before.is_some(), "no link");
         duo.alder.shell(&format!("bpftool link detach pinned {PINS}/underlay_xdp-*"))?;
-        ensure!(in_driver(&duo.alder)?.is_none(), "it was not detached");
-        eventually("the program", Duration::from_secs(2), || in_driver(&duo.alder))?;
+        eventually("the program by another link", Duration::from_secs(2), || {
+            let now = link_id(&duo.alder)?.filter(|now| Some(*now) != before);
+            Ok(in_driver(&duo.alder)?.filter(|_| now.is_some()))
+        })?;
     }
     back.stop()?.ensure_none(duo.theirs.v4()?)?;
     ensure!(goes_by_xdp(&duo)?, "nothing goes by XDP");
