@@ -34,6 +34,13 @@ fn in_driver(node: &Node) -> Result<Option<u64>> {
     Ok((link["xdp"]["mode"] == 1).then(|| link["xdp"]["prog"]["id"].as_u64()).flatten())
 }
 
+/// The number of the pinned link.
+fn link_id(node: &Node) -> Result<Option<u64>> {
+    let shown = node.shell(&format!("bpftool -j link show pinned {PINS}/underlay_xdp-*"))?;
+    let link: Option<Value> = serde_json::from_slice(&shown.stdout).ok();
+    Ok(link.and_then(|link| link["id"].as_u64()))
+}
+
 /// Pings our pod from the peer's, often enough that TC is seen at work; whether XDP took most of it
 /// out.
 fn goes_by_xdp(duo: &Duo<LocalStore>) -> Result<bool> {
@@ -148,9 +155,13 @@ fn a_program_that_was_detached_is_attached_again() -> Result<()> {
     let theirs = duo.ours.v4()?;
     let back = LossMeter::start(duo.theirs.ns(), duo.ours.ns(), theirs)?;
     for _ in 0..2 {
+        let before = link_id(&duo.alder)?;
+        ensure!(before.is_some(), "no link");
         duo.alder.shell(&format!("bpftool link detach pinned {PINS}/underlay_xdp-*"))?;
-        ensure!(in_driver(&duo.alder)?.is_none(), "it was not detached");
-        eventually("the program", Duration::from_secs(2), || in_driver(&duo.alder))?;
+        eventually("the program by another link", Duration::from_secs(2), || {
+            let now = link_id(&duo.alder)?.filter(|now| Some(*now) != before);
+            Ok(in_driver(&duo.alder)?.filter(|_| now.is_some()))
+        })?;
     }
     back.stop()?.ensure_none(duo.theirs.v4()?)?;
     ensure!(goes_by_xdp(&duo)?, "nothing goes by XDP");
@@ -182,7 +193,7 @@ fn agents_come_and_go_without_a_packet_lost() -> Result<()> {
     })?;
     ensure!(front(&duo)?["why_not"] == "--xdp off", "{:#}", front(&duo)?["why_not"]);
     ensure!(!goes_by_xdp(&duo)?, "XDP takes packets out");
-    // Nor does it outlive a change to the kernel's path.
+    // Nor does anything outlive a change to the kernel's path.
     duo.agent.process().stop(Signal::SIGKILL, Duration::from_secs(5))?;
     duo.flags.push("--xdp=native".to_owned());
     duo.start_agent_again()?;
@@ -191,8 +202,9 @@ fn agents_come_and_go_without_a_packet_lost() -> Result<()> {
     duo.flags.push("--datapath=kernel".to_owned());
     duo.flags.retain(|flag| flag != "--datapath=ebpf");
     duo.start_agent_again()?;
-    eventually("no program in XDP", Duration::from_secs(5), || {
-        Ok(in_driver(&duo.alder)?.is_none().then_some(()))
+    eventually("no program in XDP, and no links", Duration::from_secs(5), || {
+        let links = duo.alder.shell(&format!("ls {PINS} | grep -- -"))?;
+        Ok((in_driver(&duo.alder)?.is_none() && links.stdout.is_empty()).then_some(()))
     })?;
     there.stop()?.ensure_none(duo.ours.v4()?)?;
     back.stop()?.ensure_none(duo.theirs.v4()?)?;

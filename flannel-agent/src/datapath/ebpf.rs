@@ -65,9 +65,9 @@ pub use self::{
     flow_list::read_pinned_flows,
     flows::FlowsWanted,
     loading::{Loaded, Loading, Predecessor},
-    teardown::Pins,
+    teardown::{Pins, detach_left_over},
     wanted::{FastPathWanted, Filter, LeaseEntry, PeerEntry, TunnelEnd, VtepName},
-    xdp::{XdpWanted, detach_left_over as detach_left_over_xdp},
+    xdp::XdpWanted,
     xdp_driver::check as check_xdp_driver,
 };
 

@@ -367,3 +367,27 @@ fn a_driver_without_native_xdp_is_named_and_never_gets_generic_xdp() {
         assert_eq!(tcx("br0").len(), 1, "TC goes on alone");
     });
 }
+
+#[test]
+#[ignore = "needs root: cargo xtask test"]
+fn what_tc_never_gets_to_see_ends_xdp() {
+    in_namespace(|pin_dir| {
+        let mut probe = Probe::new(pin_dir, &front(ifindex("v0")));
+        let mut look = |handed_over: u16| {
+            // Test runs end in XDP: TC gets none of them.
+            (0..handed_over).for_each(|_| drop(probe.taken(&coming_v4(THEM, US))));
+            thread::sleep(Duration::from_millis(1100));
+            assert!(!probe.datapath.tend_flows());
+            probe.datapath.status()["xdp"].clone()
+        };
+        // The first look has nothing to compare with; once may be chance, a few may be under way.
+        for handed_over in [40, 40, 5, 40] {
+            assert_eq!(look(handed_over)["mode"], "native");
+        }
+        let status = look(40);
+        assert_eq!(status["mode"], "off", "{status:#}");
+        let why = status["why_not"].as_str().unwrap_or_default().to_owned();
+        assert!(why.contains("none was seen at TC"), "{why}");
+        assert_eq!(program_at("v1"), None);
+    });
+}

@@ -21,7 +21,7 @@ use crate::{
         ebpf::{
             AttachMode, EbpfDatapath, EbpfError, EbpfOptions, FastPathWanted, Filter, FlowsWanted,
             LeaseEntry, Loaded, Loading, PeerEntry, Predecessor, Strangers, TunnelEnd, VtepName,
-            XdpWanted, check_xdp_driver, detach_left_over_xdp,
+            XdpWanted, check_xdp_driver, detach_left_over,
         },
         pods,
     },
@@ -89,7 +89,7 @@ impl FastPath {
     pub fn open(config: &FastPathConfig, device: &str, metrics: &Metrics) -> Self {
         metrics.datapath_ebpf.set(0);
         if !config.enabled {
-            detach_left_over_xdp(&config.pin_dir, device);
+            detach_left_over(&config.pin_dir, device);
             return Self::Off("--datapath kernel".to_owned());
         }
         let options = EbpfOptions {

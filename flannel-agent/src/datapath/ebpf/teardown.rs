@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    io,
+    io, iter,
     path::{Path, PathBuf},
 };
 
@@ -12,7 +12,7 @@ use nix::{
     net::if_::if_nameindex,
 };
 
-use super::{attach, hook::HOOKS, link, pin};
+use super::{attach, hook::HOOKS, link, pin, xdp::UNDERLAY_XDP};
 
 /// The pins of all devices, locked against agents.
 pub struct Pins {
@@ -80,6 +80,21 @@ impl Pins {
         }
         // Others may keep something there.
         let _ = fs::remove_dir(&self.pin_dir);
+    }
+}
+
+/// Detaches what an earlier agent left at the packets of a tunnel, for one that uses no programs: with
+/// maps that nobody keeps they would refuse new peers. The maps stay, for their counters.
+pub fn detach_left_over(pin_dir: &Path, device: &str) {
+    let directory = pin::directory(pin_dir, device);
+    // XDP first: what it hands over needs the program at TC.
+    for program in iter::once(UNDERLAY_XDP).chain(HOOKS.map(|hook| hook.program)) {
+        for (_, path) in pin::links_in(&directory, program) {
+            match link::detach(&path) {
+                Ok(()) => tracing::info!("removed {}: no eBPF is wanted", path.display()),
+                Err(error) => tracing::warn!("{error}"),
+            }
+        }
     }
 }
 

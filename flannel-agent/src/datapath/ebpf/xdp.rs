@@ -5,7 +5,6 @@ use std::{
     fs::File,
     io::{self, Read},
     os::fd::{AsFd, OwnedFd},
-    path::Path,
 };
 
 use aya::{
@@ -38,8 +37,12 @@ pub(super) const UNDERLAY_XDP: &str = "underlay_xdp";
 const LOOK: Duration = Duration::from_secs(1);
 
 /// So many packets handed over between two looks, and none of them seen at TC: something in between
-/// loses them.
+/// loses them, or there is no program at TC. Without one, nothing is handed over any more at the
+/// next look.
 const LOST: u64 = 32;
+
+/// After so many such looks in a row XDP is given up.
+const LOSSY_LOOKS: u32 = 2;
 
 /// Whether packets are to be taken out in XDP.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,6 +84,8 @@ pub(super) struct Front {
     why_not: String,
     /// Handed over by XDP and seen at TC, at the last look.
     counted: Option<(u64, u64)>,
+    /// Looks in a row at which all packets had got lost.
+    lossy_looks: u32,
     /// Set once packets got lost between XDP and TC: this driver is not to be tried again.
     lossy: Option<String>,
     /// Whether what an earlier agent left has been looked for.
@@ -107,6 +112,7 @@ impl Front {
             held: None,
             why_not: String::new(),
             counted: None,
+            lossy_looks: 0,
             lossy: None,
             swept: false,
             next_look: None,
@@ -247,10 +253,12 @@ impl Front {
         let before = self.counted.replace((handed, seen));
         if let (Some(held), Some((handed_before, seen_before))) = (&self.held, before) {
             let lost = handed.wrapping_sub(handed_before);
-            if lost >= LOST && seen == seen_before {
+            let lossy = lost >= LOST && seen == seen_before;
+            self.lossy_looks = if lossy { self.lossy_looks + 1 } else { 0 };
+            if self.lossy_looks >= LOSSY_LOOKS {
                 self.lossy = Some(format!(
-                    "of {lost} packets taken out in XDP at {} none was seen at TC: its driver loses \
-                     their metadata",
+                    "of {lost} packets taken out in XDP at {} none was seen at TC: their metadata \
+                     gets lost in between",
                     held.name
                 ));
             }
@@ -312,16 +320,6 @@ impl Front {
         tracing::info!("{UNDERLAY_XDP} taken off {}", held.name);
         link::detach(&pins.link(UNDERLAY_XDP, held.ifindex))?;
         Ok(1)
-    }
-}
-
-/// Takes off what an earlier agent left, for one that uses no programs: nobody would keep its maps.
-pub fn detach_left_over(pin_dir: &Path, device: &str) {
-    for (_, path) in pin::links_in(&pin::directory(pin_dir, device), UNDERLAY_XDP) {
-        match link::detach(&path) {
-            Ok(()) => tracing::info!("removed {}: no eBPF is wanted", path.display()),
-            Err(error) => tracing::warn!("{error}"),
-        }
     }
 }
 
