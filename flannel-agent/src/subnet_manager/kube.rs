@@ -6,6 +6,7 @@ mod api;
 mod config_file;
 mod credentials;
 mod failure;
+mod lines;
 mod node;
 mod node_table;
 mod own_node;

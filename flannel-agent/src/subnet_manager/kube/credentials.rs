@@ -49,10 +49,12 @@ impl Credentials {
         };
         let mut file = Kubeconfig::read_from(&self.kubeconfig).map_err(wrong)?;
         if !self.api_url.is_empty() {
-            parse_url(&self.api_url)?;
             // In its place, not behind it: the file need not name a server at all then.
             for cluster in file.clusters.iter_mut().filter_map(|named| named.cluster.as_mut()) {
-                cluster.server = Some(self.api_url.clone());
+                let tls = cluster.certificate_authority.is_some()
+                    || cluster.certificate_authority_data.is_some()
+                    || cluster.insecure_skip_tls_verify == Some(true);
+                cluster.server = Some(self.given_url(tls)?.to_string());
             }
         }
         Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(wrong)
@@ -61,7 +63,7 @@ impl Credentials {
     /// Another way to the cluster's server. A pod's service account is good for that, too, but is
     /// not told to whoever listens in on a connection without TLS.
     fn url(&self) -> Result<Config, String> {
-        let url = parse_url(&self.api_url)?;
+        let url = self.given_url(false)?;
         if url.scheme_str() == Some("https")
             && let Ok(mut config) = Config::incluster()
         {
@@ -70,15 +72,21 @@ impl Credentials {
         }
         Ok(Config::new(url))
     }
-}
 
-fn parse_url(text: &str) -> Result<http::Uri, String> {
-    let url: http::Uri =
-        text.parse().map_err(|error| format!("-kube-api-url is not a URL: {error}"))?;
-    if url.scheme().is_none() || url.authority().is_none() {
-        return Err("-kube-api-url is not a URL like https://HOST:6443".to_owned());
+    /// `--kube-api-url`. A bare `HOST:PORT` is taken, as client-go takes it: with TLS if there is
+    /// something to check the server by.
+    fn given_url(&self, tls: bool) -> Result<http::Uri, String> {
+        let given = &self.api_url;
+        let text = match (given.contains("://"), tls) {
+            (true, _) => given.clone(),
+            (false, true) => format!("https://{given}"),
+            (false, false) => format!("http://{given}"),
+        };
+        text.parse::<http::Uri>()
+            .ok()
+            .filter(|url| url.authority().is_some_and(|authority| !authority.host().is_empty()))
+            .ok_or_else(|| "-kube-api-url is not a URL like https://HOST:6443".to_owned())
     }
-    Ok(url)
 }
 
 /// Reads the token from its file, which comes before one that stands in the kubeconfig itself.
@@ -141,6 +149,18 @@ mod tests {
             assert_eq!(config.cluster_url.to_string(), "https://b:2/");
             assert_eq!(token(&config).as_deref(), Some("t"));
         }
+        for (cluster, url) in [
+            ("insecure-skip-tls-verify: true", "https://b:2/"),
+            ("certificate-authority-data: bm9uZQ==", "https://b:2/"),
+            ("server: 'https://a:1'", "http://b:2/"),
+        ] {
+            // The authority is rubbish here, which is found when it is used.
+            let config = load(Some(&kubeconfig(cluster, "token: t")), "b:2");
+            match config {
+                Ok(config) => assert_eq!(config.cluster_url.to_string(), url, "{cluster}"),
+                Err(error) => assert!(error.contains("certificate"), "{cluster}: {error}"),
+            }
+        }
         let error = load(Some(&kubeconfig("", "token: t")), "").expect_err("no server");
         assert!(error.starts_with("-kubeconfig-file /"), "{error}");
     }
@@ -158,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_is_no_url_or_no_kubeconfig_is_told_without_its_text() {
-        for url in ["apiserver:6443/x y", "/api", "apiserver"] {
+        for url in ["apiserver:6443/x y", "/api", "https://"] {
             let error = load(None, url).expect_err(url);
             assert!(error.starts_with("-kube-api-url is not a URL"), "{error}");
         }

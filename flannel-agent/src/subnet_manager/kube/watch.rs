@@ -13,6 +13,7 @@ use tracing::{debug, info, warn};
 use super::{
     KubeSubnetManager,
     failure::{Call, Cause, Failure},
+    lines::Lines,
     node::{ApiStatus, Node, NodeList, WatchEvent},
     node_table::{Claim, NodeTable, Scope},
 };
@@ -37,8 +38,6 @@ const GOOD_WATCH: Duration = Duration::from_secs(5);
 const TOLERATED_BREAKS: u32 = 2;
 /// Watches from one version that may break at once, in a row, before all nodes are listed again.
 const BREAKS_BEFORE_LIST: u32 = 5;
-/// No event is larger: etcd takes objects of 1.5 MiB.
-const LARGEST_EVENT: usize = 16 << 20;
 /// Pieces of a watch that are taken in before the peers are told.
 const PIECES_AT_ONCE: usize = 64;
 /// The backend for which peers do not matter (specification §5.1).
@@ -395,45 +394,6 @@ fn push_escaped(url: &mut String, text: &str) {
             url.push(byte.into());
         } else {
             url.extend(["%", HEX[usize::from(byte >> 4)], HEX[usize::from(byte & 15)]]);
-        }
-    }
-}
-
-/// Cuts a stream into lines, whatever the pieces it comes in.
-#[derive(Default)]
-struct Lines {
-    buffer: Vec<u8>,
-    /// What of the buffer has been given out.
-    done: usize,
-    /// Up to where there is no end of a line behind `done`.
-    searched: usize,
-}
-
-impl Lines {
-    fn add(&mut self, bytes: &[u8]) -> Result<(), &'static str> {
-        self.buffer.drain(..self.done);
-        self.searched -= self.done;
-        self.done = 0;
-        if self.buffer.len() + bytes.len() > LARGEST_EVENT {
-            return Err("an event without an end");
-        }
-        self.buffer.extend_from_slice(bytes);
-        Ok(())
-    }
-
-    fn next(&mut self) -> Option<&[u8]> {
-        loop {
-            let rest = self.buffer.get(self.searched..)?;
-            let Some(end) = rest.iter().position(|byte| *byte == b'\n') else {
-                self.searched = self.buffer.len();
-                return None;
-            };
-            let (start, end) = (self.done, self.searched + end);
-            self.done = end + 1;
-            self.searched = end + 1;
-            if !self.buffer.get(start..end)?.trim_ascii().is_empty() {
-                return self.buffer.get(start..end);
-            }
         }
     }
 }
