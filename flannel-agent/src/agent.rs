@@ -53,6 +53,8 @@ pub struct Agent {
     problems: BTreeSet<String>,
     /// After a suspension: the store does not show our lease as we know it.
     doubtful: bool,
+    /// What the store does not know of us yet, because it could not be told.
+    unpublished: Option<Unpublished>,
     /// What `subnet.env` holds now, if we wrote it.
     written: Option<SubnetEnv>,
 }
@@ -63,6 +65,14 @@ enum StoreTask {
     Ended,
     /// A new lease after one was lost.
     Acquired(GrantedLease),
+}
+
+/// A try to publish that failed.
+struct Unpublished {
+    /// When to try again.
+    retry: Instant,
+    /// What was said about it, so that it is said once.
+    reason: String,
 }
 
 type StoreFuture = Pin<Box<dyn Future<Output = Result<StoreTask, Exit>>>>;
@@ -206,6 +216,7 @@ impl Agent {
             granted,
             problems: BTreeSet::new(),
             doubtful: false,
+            unpublished: None,
             written: None,
         })
     }
@@ -232,6 +243,9 @@ impl Agent {
                 self.check_lease().await;
                 checked = Instant::now();
             }
+            if self.unpublished.as_ref().is_some_and(|it| it.retry <= Instant::now()) {
+                self.publish().await;
+            }
             if self.state.telemetry.readiness.missing().is_empty()
                 && let Some(first_ready) = first_ready.take()
             {
@@ -239,6 +253,7 @@ impl Agent {
                 self.store.network_is_up();
                 first_ready();
             }
+            let pause = self.pause();
             tokio::select! {
                 biased;
                 _ = resumed.recv() => suspended = true,
@@ -275,9 +290,16 @@ impl Agent {
                     self.write_subnet_file(&self.granted.lease.clone());
                 }
                 () = state.asked() => state.set_backend(self.backend.status()),
-                () = sleep(if self.doubtful { RETRY } else { HEARTBEAT }) => {}
+                () = sleep(pause) => {}
             }
         }
+    }
+
+    /// How long the loop may sleep if nothing happens.
+    fn pause(&self) -> Duration {
+        let checking = if self.doubtful { RETRY } else { HEARTBEAT };
+        let publishing = self.unpublished.as_ref().map(|it| it.retry - Instant::now());
+        publishing.map_or(checking, |wait| wait.min(checking))
     }
 
     /// The task that watches the store and keeps our lease alive.
@@ -286,6 +308,7 @@ impl Agent {
         self.change_peers(|peers| peers.set_own(Some(own)));
         self.state.set_lease(&self.granted);
         self.doubtful = false;
+        self.unpublished = None;
         self.state.telemetry.readiness.met(Condition::Lease);
         let (store, granted, events) =
             (Rc::clone(&self.store), self.granted.clone(), events.clone());
@@ -380,7 +403,7 @@ impl Agent {
             // A store that does not answer takes no lease away.
             Ok(Err(_)) | Err(_) => false,
         };
-        if !self.doubtful {
+        if !self.doubtful && self.unpublished.is_none() {
             readiness.met(Condition::Lease);
         }
     }
@@ -440,19 +463,38 @@ impl Agent {
     }
 
     /// Publishes what changed about us: a device made anew with another MAC, another address.
+    /// Until the store has it, peers send to where we are not: that is not ready, and it is tried
+    /// again without another cause.
     async fn publish(&mut self) {
         let attributes = self.backend.attributes();
-        if attributes == self.granted.lease.attributes {
+        if attributes == self.granted.lease.attributes && self.unpublished.is_none() {
             return;
         }
         let mut granted = self.granted.clone();
         granted.lease.attributes = attributes;
+        let readiness = &self.state.telemetry.readiness;
+        let started = Instant::now();
         match self.store.publish(&granted).await {
             Ok(()) => {
                 info!("published changed attributes of {}", granted.lease.subnets);
                 self.granted = granted;
+                if self.unpublished.take().is_some() && !self.doubtful {
+                    readiness.met(Condition::Lease);
+                }
             }
-            Err(err) => warn!("could not publish our changed attributes: {err}"),
+            Err(err) => {
+                let reason = err.to_string();
+                if self.unpublished.as_ref().is_none_or(|it| it.reason != reason) {
+                    warn!("could not publish our changed attributes, trying on: {reason}");
+                }
+                readiness.unmet(
+                    Condition::Lease,
+                    format!("peers do not know our changed attributes yet: {reason}"),
+                );
+                // The loop stands still meanwhile: most of the time it is to serve the rest.
+                let pause = RETRY.max(3 * started.elapsed());
+                self.unpublished = Some(Unpublished { retry: Instant::now() + pause, reason });
+            }
         }
     }
 

@@ -70,8 +70,14 @@ pub enum SelectError {
     #[error("{0}")]
     Flags(String),
     /// Nothing here fits, for now: an address, link or route may come yet.
-    #[error("{0}")]
-    NotFound(String),
+    #[error("{why}")]
+    NotFound {
+        /// What was looked for and what there is.
+        why: String,
+        /// What was asked for is here but for an address or a route, as on a host that is still
+        /// starting. Otherwise a name is wrong, most likely.
+        only_late: bool,
+    },
     /// The kernel could not be asked.
     #[error(transparent)]
     Inventory(#[from] InventoryError),
@@ -102,7 +108,7 @@ pub fn select(
         inventory,
     };
     // Every regular expression has to be one, also when an earlier flag decides.
-    let regexes = flags.iface_regex.iter().map(|text| parse_regex(text));
+    let regexes = flags.patterns().map(|text| parse_regex(text));
     let regexes = regexes.collect::<Result<Vec<_>, _>>()?;
     let can_reach = parse_ip::<IpAddr>("--iface-can-reach", &flags.iface_can_reach)?;
 
@@ -128,11 +134,10 @@ pub fn select(
         };
         return found
             .and_then(|choice| selection.complete(&choice))
-            .map_err(|why| selection.not_found(&why));
+            .map_err(|why| selection.not_found(&why, selection.only_late(flags, &regexes)));
     }
 
-    let by_name =
-        flags.iface.iter().map(|text| (format!("--iface {text}"), selection.by_name(text)));
+    let by_name = flags.names().map(|text| (format!("--iface {text}"), selection.by_name(text)));
     let by_regex =
         regexes.iter().map(|regex| (format!("--iface-regex {regex}"), selection.by_regex(regex)));
     let by_route =
@@ -150,13 +155,26 @@ pub fn select(
             Err(why) => misses.push(format!("{flag}: {why}")),
         }
     }
-    Err(selection.not_found(&misses.join("; ")))
+    Err(selection.not_found(&misses.join("; "), selection.only_late(flags, &regexes)))
 }
 
 impl InterfaceFlags {
     /// Whether a flag says which interface to take, so that default routes do not matter.
     fn restrict(&self) -> bool {
-        !(self.iface.is_empty() && self.iface_regex.is_empty() && self.iface_can_reach.is_empty())
+        self.names().next().is_some()
+            || self.patterns().next().is_some()
+            || !self.iface_can_reach.is_empty()
+    }
+
+    /// The values of `--iface`. An empty one asks for nothing, as upstream has it: manifests that
+    /// fill it in may leave it so.
+    fn names(&self) -> impl Iterator<Item = &String> {
+        self.iface.iter().filter(|text| !text.is_empty())
+    }
+
+    /// The values of `--iface-regex`, likewise.
+    fn patterns(&self) -> impl Iterator<Item = &String> {
+        self.iface_regex.iter().filter(|text| !text.is_empty())
     }
 }
 
@@ -359,12 +377,43 @@ impl<'a> Selection<'a> {
         })
     }
 
-    fn not_found(&self, why: &str) -> SelectError {
+    /// Whether what the flags ask for lacks nothing but an address or a route.
+    fn only_late(&self, flags: &InterfaceFlags, regexes: &[Regex]) -> bool {
         let links = &self.inventory.links;
-        SelectError::NotFound(format!(
-            "no interface to other nodes: {why}; interfaces here: {}",
-            Listed(links)
-        ))
+        let is_here = |text: &String| {
+            text.parse::<IpAddr>().is_ok() || links.iter().any(|link| link.name == *text)
+        };
+        let matches = |regex: &Regex| links.iter().any(|link| regex.is_match(&link.name));
+        if flags.restrict() {
+            return flags.names().any(is_here)
+                || regexes.iter().any(matches)
+                || !flags.iface_can_reach.is_empty();
+        }
+        // On its own, a public address that no interface has is a mistake.
+        let by_route = self.public_ip.is_none() && self.public_ipv6.is_none();
+        let lacks_address = |link: &Link| {
+            self.families.v4 && usable_v4(link).is_empty()
+                || self.families.v6 && usable_v6(link).is_empty()
+        };
+        let incomplete = |wanted: bool, route: Option<DefaultRoute>| {
+            wanted
+                && match route {
+                    None => true,
+                    Some(DefaultRoute::NoSingleLink) => false,
+                    Some(DefaultRoute::Link(index)) => self.link(index).is_ok_and(lacks_address),
+                }
+        };
+        by_route
+            && (incomplete(self.families.v4, self.inventory.default_v4)
+                || incomplete(self.families.v6, self.inventory.default_v6))
+    }
+
+    fn not_found(&self, why: &str, only_late: bool) -> SelectError {
+        let links = &self.inventory.links;
+        SelectError::NotFound {
+            why: format!("no interface to other nodes: {why}; interfaces here: {}", Listed(links)),
+            only_late,
+        }
     }
 }
 

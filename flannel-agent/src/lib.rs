@@ -18,6 +18,7 @@ pub mod device_claim;
 pub mod external_interface;
 pub mod firewall;
 pub mod go_json;
+mod host_checks;
 pub mod lease;
 pub mod mac;
 pub mod mk_docker_opts;

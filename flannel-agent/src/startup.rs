@@ -1,6 +1,6 @@
 //! From the command line to the running agent: specification §1.3, in that order.
 
-use std::{cell::Cell, rc::Rc, time::Duration};
+use std::{cell::Cell, path::Path, rc::Rc, time::Duration};
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
@@ -19,6 +19,7 @@ use crate::{
     control::ControlSocket,
     external_interface::{self, ExternalInterface, Families, SelectError},
     firewall::Firewall,
+    host_checks,
     state::SharedState,
     subnet_env::SubnetFile,
     subnet_manager::{
@@ -29,6 +30,7 @@ use crate::{
     },
     telemetry::{
         Telemetry,
+        health::Condition,
         metrics::Metrics,
         server::{self, Pages},
         systemd,
@@ -43,6 +45,9 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How long an address that is still tentative, or a link that is still coming, is waited for.
 const INTERFACE_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Pause between two looks for it.
+const INTERFACE_PAUSE: Duration = Duration::from_millis(200);
 
 /// Runs the agent until a signal comes or nothing can go on.
 pub async fn run(options: Options) -> Result<(), Exit> {
@@ -87,9 +92,12 @@ async fn run_until_failure(
         let config = agent::network_config(&*store, &state).await?;
         state.set_config(&config);
         let interface = interface_flags(options, &*store, &state).await?;
-        let external = external_interface(&interface, &config).await?;
+        let external = external_interface(&interface, &config, &state).await?;
         info!("external interface: {external}");
         state.set_external_interface(&external);
+        for warning in host_checks::warnings(Path::new("/proc/sys"), &config) {
+            warn!("{warning}");
+        }
         let backend = open_backend(options, &config, external, metrics)?;
         let firewall =
             Firewall::open(config.enable_nftables, options.firewall.resync(), firewall_metrics);
@@ -190,22 +198,37 @@ fn renew_margin(flags: &EtcdFlags) -> Duration {
     Duration::from_secs(60 * flags.renew_margin_minutes.unsigned_abs())
 }
 
-/// Chooses the external interface. What may only be late (an address in duplicate detection, a
-/// link that udev is still naming) gets a moment; then it is an error, as upstream has it.
+/// Chooses the external interface. What may still come on a host that is starting (an address, a
+/// default route) is waited for; a name that no interface has gets a moment, as udev may still be
+/// naming, and is then an error, as upstream has it.
 async fn external_interface(
     flags: &InterfaceFlags,
     config: &NetworkConfig,
+    state: &SharedState,
 ) -> Result<ExternalInterface, Exit> {
     let families = Families { v4: config.ipv4.is_some(), v6: config.ipv6.is_some() };
     let patience = tokio::time::Instant::now() + INTERFACE_PATIENCE;
+    let mut told = String::new();
     loop {
+        let impatient = tokio::time::Instant::now() >= patience;
         match external_interface::discover(flags, families).await {
-            Ok(found) => return Ok(found),
-            Err(SelectError::NotFound(_)) if tokio::time::Instant::now() < patience => {
-                tokio::time::sleep(Duration::from_millis(200)).await;
+            Ok(found) => {
+                if !told.is_empty() {
+                    info!("external interface: no longer waiting");
+                }
+                return Ok(found);
+            }
+            Err(SelectError::NotFound { .. }) if !impatient => {}
+            Err(SelectError::NotFound { why, only_late: true }) => {
+                if told != why {
+                    warn!("{why}; waiting for an address or a route");
+                    state.telemetry.readiness.unmet(Condition::Device, why.clone());
+                    told = why;
+                }
             }
             Err(err) => return Err(Exit::failure(format!("no external interface: {err}"))),
         }
+        tokio::time::sleep(INTERFACE_PAUSE).await;
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     fmt::Write as _,
     fs, io,
-    io::Write as _,
+    io::{Read as _, Write as _},
     net::{Ipv4Addr, Ipv6Addr},
     os::unix::fs::{DirBuilderExt, PermissionsExt},
     path::{Path, PathBuf},
@@ -16,6 +16,9 @@ use tracing::warn;
 use crate::{config::NetworkConfig, go_json, lease::Subnets};
 
 pub(crate) mod dotenv;
+
+/// No more than this many bytes are read of what stands in the file's place.
+const LONGEST: u64 = 1 << 20;
 
 /// The cluster's network and our subnet in it, for one address family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -301,7 +304,11 @@ pub struct SubnetFileLock {
 
 /// `None` if there is nothing to read.
 fn read(path: &Path) -> Option<PreviousSubnets> {
-    match fs::read(path) {
+    let read = fs::File::open(path).and_then(|file| {
+        let mut bytes = Vec::new();
+        file.take(LONGEST).read_to_end(&mut bytes).map(|_| bytes)
+    });
+    match read {
         Ok(bytes) => Some(PreviousSubnets::parse(&String::from_utf8_lossy(&bytes), path)),
         Err(e) if e.kind() == io::ErrorKind::NotFound => None,
         Err(e) => {

@@ -3,6 +3,7 @@
 pub mod health;
 pub mod log;
 pub mod metrics;
+mod prometheus_text;
 pub mod server;
 pub mod status;
 pub mod systemd;

@@ -57,14 +57,84 @@ fn a_wrong_interface_names_the_candidates() -> Result<()> {
 }
 
 #[test]
-fn an_interface_without_an_address_is_said_and_nothing_is_made() -> Result<()> {
+fn an_interface_without_an_address_is_said_and_waited_for() -> Result<()> {
     let lab = Lab::new()?;
     let store = configured(&lab)?;
     let node = lab.node("alder")?;
-    node.ns().ip(&["addr flush dev eth0"])?;
-    let (code, log) = ends(&node, &store.flags())?;
-    ensure!(code == 1 && log.contains("eth0") && log.contains("address"), "{code}:\n{log}");
-    ensure!(node.link("flannel.1")?.is_none(), "a half-made state");
+    node.ns().ip(&["addr flush dev eth0", "link set eth0 down"])?;
+    // By its name, by its address, by where it leads, and by the default route.
+    for flag in ["--iface=eth0", "--iface=192.0.2.11", "--iface-can-reach=192.0.2.1", "--iface="] {
+        let mut flags = store.flags();
+        flags.push(flag.into());
+        let mut agent = node.agent(&flags)?;
+        agent.wait_complaint(&["eth0", "waiting for an address"], Duration::from_secs(6))?;
+        let (ready, why) = agent.readiness()?;
+        ensure!(!ready && why.contains("device: no interface"), "{flag}: {why}");
+        ensure!(agent.get("/healthz")?.status == 200, "{flag}: waiting is no illness");
+        ensure!(node.link("flannel.1")?.is_none(), "{flag}: a half-made state");
+        std::thread::sleep(Duration::from_secs(1));
+        let lines = agent.complaints(&[]);
+        ensure!(lines.len() == 1, "{flag}: a line per try: {lines:#?}");
+        node.ns().ip(&[
+            "link set eth0 up",
+            "addr add 192.0.2.11/24 dev eth0",
+            "route add default via 192.0.2.1",
+        ])?;
+        agent.wait_ready(Duration::from_secs(3)).with_context(|| flag)?;
+        agent.stop()?;
+        node.ns().ip(&["link del flannel.1", "addr flush dev eth0", "link set eth0 down"])?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vni_that_makes_too_long_a_device_name_is_refused_with_the_limit() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = LocalStore::new(&lab)?;
+    let node = lab.node("alder")?;
+    for (families, vni, limit) in [
+        ("", 10_000_000, "9999999"),
+        (r#""EnableIPv6":true,"IPv6Network":"fd77::/48","#, 10_000, "9999"),
+    ] {
+        store.put_config(&format!(
+            r#"{{"Network":"10.77.0.0/16",{families}"Backend":{{"Type":"vxlan","VNI":{vni}}}}}"#
+        ))?;
+        let (code, log) = ends(&node, &store.flags())?;
+        ensure!(code == 1 && log.contains(&format!("VNI {vni}")), "{code}:\n{log}");
+        ensure!(log.contains(&format!("VNI of {limit} at most")), "{log}");
+        ensure!(node.link(&format!("flannel.{vni}"))?.is_none(), "a half-made state");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_subnet_file_without_an_end_is_read_no_further_than_is_sensible() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = configured(&lab)?;
+    let node = lab.node("alder")?;
+    node.run("mkdir -p /run/flannel")?;
+    node.run("ln -s /dev/zero /run/flannel/subnet.env")?;
+    let mut agent = node.agent(store.flags())?;
+    agent.wait_ready(READY_WITHIN)?;
+    ensure!(!agent.subnet_file().is_symlink(), "still the link");
+    Ok(())
+}
+
+#[test]
+fn settings_of_the_host_that_pods_need_are_missed_in_one_line_each() -> Result<()> {
+    let lab = Lab::new()?;
+    let store = configured(&lab)?;
+    let node = lab.node("alder")?;
+    node.run("sysctl -qw net.ipv4.ip_forward=0")?;
+    // As if the module was not loaded.
+    node.run("mount -t tmpfs none /proc/sys/net/bridge")?;
+    let mut agent = node.agent(store.flags())?;
+    agent.wait_ready(READY_WITHIN)?;
+    for words in [["ip_forward", "is 0"], ["bridge-nf-call-iptables", "br_netfilter"]] {
+        let lines = agent.complaints(&words);
+        ensure!(lines.len() == 1, "{words:?}: {lines:?}\n{}", agent.log());
+    }
+    ensure!(node.run("sysctl -n net.ipv4.ip_forward")?.trim() == "0", "set by us");
     Ok(())
 }
 

@@ -76,8 +76,21 @@ fn status_and_metrics_say_what_is() -> Result<()> {
         let got = agent.metric(metric)?;
         ensure!(got == value, "{metric} is {got}, not {value}");
     }
+    // What any reader knows, unless it says that it knows more: types of 2014, and each sample
+    // under its family's name.
     let page = agent.get("/metrics")?.body;
-    ensure!(page.trim_end().ends_with("# EOF"), "not an OpenMetrics page:\n{page}");
+    let mut family = "";
+    for line in page.lines() {
+        if let Some(comment) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = comment.split_once(' ').context("a type without a name")?;
+            ensure!(["counter", "gauge", "histogram"].contains(&kind), "{line}");
+            family = name;
+        } else if !line.starts_with("# HELP ") {
+            let name = line.split(['{', ' ']).next().unwrap_or_default();
+            ensure!(name == family, "{line} after the type of {family}");
+        }
+    }
+    ensure!(page.contains("# TYPE flannel_repairs_total counter"), "{page}");
     Ok(())
 }
 

@@ -60,6 +60,9 @@ const SETTLE: Duration = Duration::from_millis(20);
 /// Pause before looking again at devices on which others do something.
 const STRANGERS: Duration = Duration::from_secs(5);
 
+/// Longest name of a device: `IFNAMSIZ` of `linux/if.h` less the closing zero.
+const NAME_MAX: usize = libc::IFNAMSIZ - 1;
+
 /// Passes over the devices in one go: make, change, look.
 const DEVICE_PASSES: usize = 4;
 
@@ -159,6 +162,15 @@ impl VxlanBackend {
             let public = external.public_ipv6.map(Into::into);
             device(Family::V6, format!("flannel-v6.{vni}"), network.into(), public)
         }));
+        if let Some(device) = devices.iter().find(|device| device.name.len() > NAME_MAX) {
+            let stem = device.name.trim_end_matches(|c: char| c.is_ascii_digit());
+            let largest = "9".repeat(NAME_MAX.saturating_sub(stem.len()));
+            return Err(BackendError::Config(format!(
+                "Backend.VNI {vni}: device name {} would be longer than the {NAME_MAX} characters \
+                 that the kernel allows; choose a VNI of {largest} at most",
+                device.name
+            )));
+        }
         let scope = Scope {
             networks: devices.iter().map(|device| device.network).collect(),
             devices: devices.iter().map(|device| device.name.clone()).collect(),
@@ -363,6 +375,7 @@ impl VxlanBackend {
                 link: link.index,
                 own: *own,
                 network: device.network,
+                local: vxlan.local,
             })
         };
         self.own.iter().filter_map(tunnel).collect()

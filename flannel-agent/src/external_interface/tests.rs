@@ -91,7 +91,7 @@ fn chosen(text: &str, families: Families, inventory: &Inventory) -> String {
 
 fn missing(text: &str, families: Families, inventory: &Inventory) -> String {
     match select(&flags(text), families, inventory) {
-        Err(SelectError::NotFound(why)) => why,
+        Err(SelectError::NotFound { why, .. }) => why,
         other => panic!("{text}: {other:?}"),
     }
 }
@@ -317,4 +317,51 @@ fn the_choice_reads_well() {
         found.to_string(),
         "dummy0 (MTU 1500, address 172.16.30.7, public address 192.0.2.99, address fd00:30::7)"
     );
+}
+
+#[test]
+fn what_is_only_late_is_told_from_a_wrong_name() {
+    let bare = Inventory {
+        links: vec![link(1, "lo", &["127.0.0.1"]), link(2, "eth0", &[])],
+        default_v4: None,
+        default_v6: None,
+        route_to: Some(Err("network unreachable".to_owned())),
+    };
+    let routed = Inventory { default_v4: Some(DefaultRoute::Link(2)), ..bare.clone() };
+    let two_ways = Inventory { default_v4: Some(DefaultRoute::NoSingleLink), ..bare.clone() };
+    for (text, inventory, late) in [
+        ("", &bare, true),
+        ("", &routed, true),
+        ("", &two_ways, false),
+        ("iface eth0", &bare, true),
+        ("iface eth7", &bare, false),
+        ("iface eth7 iface eth0", &bare, true),
+        ("iface 192.0.2.11", &bare, true),
+        ("regex ^eth", &bare, true),
+        ("regex ^wlan", &bare, false),
+        ("reach 192.0.2.1", &bare, true),
+        ("public 192.0.2.11", &bare, false),
+    ] {
+        match select(&flags(text), V4, inventory) {
+            Err(SelectError::NotFound { only_late, .. }) => assert_eq!(only_late, late, "{text}"),
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn an_empty_value_asks_for_nothing() {
+    let host = host();
+    let with = |iface: &[&str], regex: &[&str]| {
+        let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        let flags = InterfaceFlags {
+            iface: texts(iface),
+            iface_regex: texts(regex),
+            ..InterfaceFlags::default()
+        };
+        select(&flags, V4, &host).map(|found| found.name).map_err(|err| err.to_string())
+    };
+    assert_eq!(with(&[""], &[""]), Ok("eth0".to_owned()));
+    assert_eq!(with(&["", "dummy0"], &[]), Ok("dummy0".to_owned()));
+    assert_eq!(with(&[], &["", "^dum"]), Ok("dummy0".to_owned()));
 }

@@ -145,6 +145,10 @@ impl SubnetManager for EtcdSubnetManager {
         let subnets = lease.lease.subnets;
         match self.held.borrow_mut().as_mut() {
             Some(held) if held.lease.subnets == subnets => {
+                let addresses = |of: &LeaseAttributes| (of.public_ip, of.public_ipv6);
+                if addresses(&held.lease.attributes) != addresses(&lease.lease.attributes) {
+                    self.registry.client.renew();
+                }
                 held.lease.attributes = lease.lease.attributes.clone();
             }
             _ => return Err(StoreError::NoLease(format!("we do not hold the lease of {subnets}"))),

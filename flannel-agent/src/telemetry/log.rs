@@ -91,7 +91,17 @@ where
         }
         let target = metadata.target();
         write!(writer, "{}: ", target.strip_prefix("flannel_agent::").unwrap_or(target))?;
-        context.format_fields(writer.by_ref(), event)?;
+        // Texts of others (a lease, a server's answer) may hold line breaks or a terminal's codes.
+        let mut text = String::new();
+        context.format_fields(Writer::new(&mut text), event)?;
+        for piece in text.split_inclusive(char::is_control) {
+            match piece.char_indices().next_back() {
+                Some((at, last)) if last.is_control() => {
+                    write!(writer, "{}{}", piece.get(..at).unwrap_or(""), last.escape_default())?;
+                }
+                _ => writer.write_str(piece)?,
+            }
+        }
         writeln!(writer)
     }
 }
@@ -152,6 +162,14 @@ mod tests {
         assert_eq!(words[2], "telemetry::log::tests:");
         assert!(text.contains("two peers claim a MAC peer=\"10.77.3.0/24\""), "{text}");
         assert!(text.ends_with('\n') && !text.contains('\x1b'), "{text}");
+    }
+
+    #[test]
+    fn an_event_is_one_line_whatever_its_text_holds() {
+        let text = text_at(2, || tracing::warn!("a\nERROR b\u{1b}[2Jc\0d \u{2603}\n"));
+        assert!(text.contains("a\\nERROR b") && text.contains("\\u{0}d \u{2603}"), "{text}");
+        assert!(!text.trim_end_matches('\n').contains(char::is_control), "{text:?}");
+        assert_eq!(text.lines().count(), 1, "{text}");
     }
 
     #[test]

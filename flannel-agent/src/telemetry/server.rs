@@ -18,7 +18,7 @@ use http_body_util::Full;
 use hyper::{
     Response, StatusCode,
     body::Bytes,
-    header::{CONTENT_TYPE, HeaderValue},
+    header::{ACCEPT, CONTENT_TYPE, HeaderMap, HeaderValue},
     server::conn::http1,
     service::service_fn,
 };
@@ -30,7 +30,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{Telemetry, status::StateSource};
+use super::{Telemetry, prometheus_text, status::StateSource};
 
 /// A client has this long to send its request's head.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -124,11 +124,11 @@ pub async fn serve<L: Accept>(
                 }
                 let (evictor, evicted) = oneshot::channel();
                 let (telemetry, source) = (Rc::clone(&telemetry), Rc::clone(&source));
-                let respond = async move |path: &str| {
+                let respond = async move |path: &str, headers: &HeaderMap| {
                     if path == "/status" || path == "/metrics" {
                         source.freshen().await;
                     }
-                    page(pages, path, &telemetry, &*source)
+                    page(pages, path, headers, &telemetry, &*source)
                 };
                 let id = next_id;
                 let stopped = stopped.clone();
@@ -165,13 +165,13 @@ async fn accept<L: Accept>(listener: &L) -> L::Stream {
 /// Serves one connection until it ends, is evicted, or the server stops.
 async fn connection<S: AsyncRead + AsyncWrite + Unpin>(
     stream: S,
-    respond: impl AsyncFn(&str) -> Response<Full<Bytes>>,
+    respond: impl AsyncFn(&str, &HeaderMap) -> Response<Full<Bytes>>,
     mut evicted: oneshot::Receiver<()>,
     mut stopped: watch::Receiver<bool>,
 ) {
     let respond = &respond;
     let service = service_fn(async |request: hyper::Request<hyper::body::Incoming>| {
-        Ok::<_, Infallible>(respond(request.uri().path()).await)
+        Ok::<_, Infallible>(respond(request.uri().path(), request.headers()).await)
     });
     let mut served = pin!(
         http1::Builder::new()
@@ -201,11 +201,11 @@ async fn connection<S: AsyncRead + AsyncWrite + Unpin>(
 fn page(
     pages: Pages,
     path: &str,
+    headers: &HeaderMap,
     telemetry: &Telemetry,
     source: &dyn StateSource,
 ) -> Response<Full<Bytes>> {
     const TEXT: &str = "text/plain; charset=utf-8";
-    const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     let health = matches!(pages, Pages::All | Pages::Health);
     let metrics = matches!(pages, Pages::All | Pages::Metrics);
     let control = pages == Pages::Control;
@@ -231,10 +231,24 @@ fn page(
             }
             answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, body)
         }
-        "/metrics" if metrics => answer(StatusCode::OK, OPEN_METRICS, telemetry.metrics_text()),
+        "/metrics" if metrics => metrics_page(headers, &telemetry.metrics_text()),
         "/status" if metrics || control => json(&source.status()),
         "/peers" if control => json(&source.peers()),
         _ => answer(StatusCode::NOT_FOUND, TEXT, "404 page not found\n"),
+    }
+}
+
+/// Metrics in the format the client asks for: `OpenMetrics` if it accepts that, as Prometheus does;
+/// else Prometheus' older one, which every reader knows.
+fn metrics_page(headers: &HeaderMap, open_metrics: &str) -> Response<Full<Bytes>> {
+    const OPEN_METRICS: &str = "application/openmetrics-text";
+    let mut accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    if accepted.any(|value| value.contains(OPEN_METRICS)) {
+        const FULL: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+        answer(StatusCode::OK, FULL, open_metrics.to_owned())
+    } else {
+        let page = prometheus_text::from_open_metrics(open_metrics);
+        answer(StatusCode::OK, prometheus_text::MEDIA_TYPE, page)
     }
 }
 

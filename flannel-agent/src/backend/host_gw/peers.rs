@@ -6,7 +6,10 @@ use ipnet::IpNet;
 
 use super::NAME;
 use crate::{
-    backend::{on_link::OnLink, peer_ranges::PeerRanges},
+    backend::{
+        on_link::OnLink,
+        peer_ranges::{self, PeerRanges},
+    },
     lease::Subnets,
     netlink::{mirror::Mirror, route::Via},
     peer_table::PeerTable,
@@ -34,6 +37,12 @@ impl<'a> Segment<'a> {
         let link = link.ok_or_else(|| format!("external interface {name} is gone"))?.index;
         let addresses = tables.addresses.keys().map(|a| (a.link, a.net)).collect();
         Ok(Self { name, link, addresses, on_link })
+    }
+
+    /// An address of the external interface that a route to `subnet` would lead away from it.
+    fn address_within(&self, subnet: IpNet) -> Option<IpAddr> {
+        let on_ours = self.addresses.iter().filter(|(link, _)| *link == self.link);
+        on_ours.map(|(_, net)| net.addr()).find(|address| subnet.contains(address))
     }
 
     /// The way to a peer at `public`.
@@ -96,7 +105,7 @@ pub fn compile(
     for (subnets, attributes) in peers.peers() {
         if attributes.backend_type != NAME {
             compiled.problems.push(format!(
-                "peer {subnets} uses backend \"{}\", not {NAME}: it is left out",
+                "peer {subnets} uses backend {:?}, not {NAME}: it is left out",
                 attributes.backend_type
             ));
             continue;
@@ -139,11 +148,13 @@ fn add(
     let public = public.ok_or_else(|| {
         format!("peer {subnet} publishes no address of its family: it is left out")
     })?;
+    let left_out = |why| format!("peer {subnet} is left out: {why}");
+    peer_ranges::reachable(subnet, public, segment.address_within(subnet)).map_err(left_out)?;
     ranges.check(subnet, public, own)?;
     // Also of a peer that cannot be served: what flanneld had set for it is ours.
     wanted.direct.insert(subnet, public);
     let way = segment.way_to(public);
-    let via = way.map_err(|why| format!("peer {subnet} is left out: {why}"))?;
+    let via = way.map_err(left_out)?;
     ranges.insert(subnet, public);
     wanted.routes.insert(subnet, via);
     Ok(())

@@ -9,7 +9,10 @@ use ipnet::IpNet;
 
 use super::{data::VxlanData, device::Family};
 use crate::{
-    backend::{on_link::OnLink, peer_ranges::PeerRanges},
+    backend::{
+        on_link::OnLink,
+        peer_ranges::{self, PeerRanges},
+    },
     lease::{LeaseAttributes, RawJson, Subnets},
     mac::MacAddr,
     netlink::{
@@ -31,6 +34,8 @@ pub struct Tunnel {
     pub own: IpNet,
     /// The cluster's network.
     pub network: IpNet,
+    /// Our address that outer packets come from.
+    pub local: Option<IpAddr>,
 }
 
 /// Compiles leases, and keeps what it made of them: when some change, the rest is not compiled
@@ -210,7 +215,7 @@ impl Compiler {
             }
         } else {
             problems.push(format!(
-                "peer {subnets} uses backend \"{}\", not vxlan: it is left out",
+                "peer {subnets} uses backend {:?}, not vxlan: it is left out",
                 attributes.backend_type
             ));
         }
@@ -233,6 +238,9 @@ impl Compiler {
             Refusal::Unusable(format!(
                 "peer {subnet} publishes no address of its family: it is left out"
             ))
+        })?;
+        peer_ranges::reachable(subnet, public, tunnel.local).map_err(|why| {
+            Refusal::Unusable(format!("peer {subnet} ({public}) is left out: {why}"))
         })?;
         if let Some(link) = on_link.link(public) {
             self.ranges.check(subnet, public, tunnel.own).map_err(Refusal::Conflict)?;

@@ -10,7 +10,10 @@ use std::{
 };
 
 use etcd_client::{Client, ConnectOptions, Error, KvClient, WatchClient};
-use tokio::time::{Instant, timeout_at};
+use tokio::{
+    sync::{Notify, futures::Notified},
+    time::{Instant, timeout_at},
+};
 
 use super::{
     endpoint::{Endpoint, Password, TlsFiles},
@@ -34,6 +37,7 @@ pub(super) struct EtcdClient {
     open: RefCell<Option<(usize, Client)>>,
     /// The endpoint to try first: the one that answered last.
     preferred: Cell<usize>,
+    renewed: Notify,
     metrics: Metrics,
 }
 
@@ -60,7 +64,15 @@ impl EtcdClient {
         user: Option<(String, Password)>,
         metrics: Metrics,
     ) -> Self {
-        Self { endpoints, tls, user, open: RefCell::default(), preferred: Cell::new(0), metrics }
+        Self {
+            endpoints,
+            tls,
+            user,
+            open: RefCell::default(),
+            preferred: Cell::new(0),
+            renewed: Notify::new(),
+            metrics,
+        }
     }
 
     /// Whether calls are made in the name of a user.
@@ -118,6 +130,18 @@ impl EtcdClient {
         }
         self.metrics.store_connected.set(0);
         Err(Failure::new(Cause::Endpoint, failures.join("; ")))
+    }
+
+    /// Gives all connections up, because our own address changed: what is sent from the old one
+    /// gets no answer, which would otherwise be found out by waiting.
+    pub(super) fn renew(&self) {
+        *self.open.borrow_mut() = None;
+        self.renewed.notify_waiters();
+    }
+
+    /// Resolves when [`renew`](Self::renew) is called after this.
+    pub(super) fn renewed(&self) -> Notified<'_> {
+        self.renewed.notified()
     }
 
     /// Drops the connection to an endpoint that turned out to be useless and prefers the next.

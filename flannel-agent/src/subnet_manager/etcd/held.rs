@@ -60,6 +60,9 @@ pub(super) enum Seen {
     Known,
     /// It is still ours, but was rewritten from outside.
     Rewritten,
+    /// As [`Rewritten`](Self::Rewritten) with the very data that we publish, but on an etcd lease
+    /// of somebody else: only who takes it for his own does that.
+    Claimed,
     /// Still ours by its address, but published with other data. The first sight of these data.
     Contested,
     /// Somebody else holds it.
@@ -127,10 +130,13 @@ impl Held {
         if theirs.public_ip != self.lease.attributes.public_ip {
             return Seen::Lost(theirs.clone());
         }
+        let before = self.version;
         self.adopt(entry.version);
         if *theirs == self.lease.attributes {
             self.restore = None;
-            return Seen::Rewritten;
+            let moved = before.etcd_lease != self.version.etcd_lease;
+            let foreign = self.version.etcd_lease != 0 && !self.on_own_etcd_lease();
+            return if moved && foreign { Seen::Claimed } else { Seen::Rewritten };
         }
         self.plan_restore();
         if self.contested_by.as_ref() == Some(theirs) {
@@ -247,9 +253,10 @@ mod tests {
         assert_eq!(held.observe(&entry("192.0.2.11", "a", 11, 8)), Seen::Rewritten);
         assert_eq!(held.term, term);
         assert!(held.on_own_etcd_lease());
-        assert_eq!(held.observe(&entry("192.0.2.11", "a", 12, 99)), Seen::Rewritten);
+        assert_eq!(held.observe(&entry("192.0.2.11", "a", 12, 99)), Seen::Claimed);
         assert_eq!(held.next(Duration::from_mins(1)), Next::LearnTerm);
         assert!(!held.on_own_etcd_lease());
+        assert_eq!(held.observe(&entry("192.0.2.11", "a", 13, 99)), Seen::Rewritten, "told once");
     }
 
     #[test]

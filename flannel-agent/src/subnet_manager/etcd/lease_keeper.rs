@@ -99,6 +99,7 @@ impl EtcdSubnetManager {
             Decoded::Lease(entry) if entry.lease.subnets == subnets => match held.observe(entry) {
                 Seen::Known => return None,
                 Seen::Rewritten => {}
+                Seen::Claimed => warn_of_claim(entry, &held.lease.attributes),
                 Seen::Contested => warn_of_twin(entry, &held.lease.attributes),
                 Seen::Lost(holder) => return Some(LeaseLost { subnets, holder: Some(holder) }),
             },
@@ -238,6 +239,17 @@ fn warn_of_twin(entry: &Entry, ours: &LeaseAttributes) {
     warn!(
         "the lease of {} was rewritten with our public IP {} but other data; ours are put back. \
          Do two hosts use this address?",
+        entry.lease.subnets,
+        holder(ours),
+    );
+}
+
+/// Says that a second host seems to have taken our lease for its own: it found it by our address.
+fn warn_of_claim(entry: &Entry, ours: &LeaseAttributes) {
+    warn!(
+        "the lease of {} was renewed by somebody else as that of {}: if two hosts use this \
+         address, both give out the same pod addresses; choose another interface on one of them \
+         (--iface, --public-ip)",
         entry.lease.subnets,
         holder(ours),
     );

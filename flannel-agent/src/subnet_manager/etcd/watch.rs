@@ -1,6 +1,6 @@
 //! Follows all leases: one list, then one watch from there on, resumed where it broke.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, pin::pin, time::Duration};
 
 use etcd_client::{Client, Error, EventType, GetOptions, WatchOptions, WatchResponse, WatchStream};
 use tokio::{
@@ -253,9 +253,19 @@ impl EtcdSubnetManager {
             Ok(None) => Err(End::Broken(explain(&ended()))),
             Err(error) => Err(End::Broken(explain(&error))),
         };
+        let mut renewed = pin!(self.registry.client.renewed());
         loop {
-            if let Ok(result) = timeout(PROBE_AFTER, stream.message()).await {
-                return answer(result);
+            tokio::select! {
+                biased;
+                result = timeout(PROBE_AFTER, stream.message()) => {
+                    if let Ok(result) = result {
+                        return answer(result);
+                    }
+                }
+                () = &mut renewed => {
+                    let text = "the watch was begun from an address we no longer have";
+                    return Err(End::Broken(Failure::new(Cause::Endpoint, text)));
+                }
             }
             let mut client = bound.client.clone();
             let probe = timeout(PROBE_TIMEOUT, probe(&mut client, &self.registry.keys.config));

@@ -128,7 +128,7 @@ async fn metrics_and_status() {
             "flannel_peers_wanted 7",
             "flannel_repairs_total 1",
             "flannel_lease_expiry_timestamp_seconds 0",
-            "# EOF",
+            "# TYPE flannel_repairs_total counter",
         ] {
             assert!(body.lines().any(|l| l == line), "no {line} in {body}");
         }
@@ -138,6 +138,31 @@ async fn metrics_and_status() {
         assert!(!status.ready);
         assert_eq!(status.missing.len(), Condition::ALL.len() - 1);
         assert_eq!(status.store.map(|s| s.kind), Some("local".to_owned()));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn metrics_come_in_the_format_that_is_asked_for() {
+    with_server(Pages::Metrics, |address, _| async move {
+        for (accept, media_type, last) in [
+            ("", "text/plain; version=0.0.4; charset=utf-8", "flannel_"),
+            ("Accept: */*\r\n", "text/plain; version=0.0.4; charset=utf-8", "flannel_"),
+            (
+                "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3\r\n",
+                "application/openmetrics-text; version=1.0.0; charset=utf-8",
+                "# EOF",
+            ),
+        ] {
+            let mut stream = TcpStream::connect(address).await.expect("connected");
+            let head =
+                format!("GET /metrics HTTP/1.1\r\nHost: x\r\n{accept}Connection: close\r\n\r\n");
+            stream.write_all(head.as_bytes()).await.expect("sent");
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).await.expect("an answer");
+            assert!(answer.contains(&format!("content-type: {media_type}\r\n")), "{answer}");
+            assert!(answer.lines().last().expect("a line").starts_with(last), "{answer}");
+        }
     })
     .await;
 }

@@ -31,6 +31,7 @@ fn tunnel(link: u32) -> Tunnel {
         link,
         own: "10.77.200.0/24".parse().expect("a network"),
         network: "10.77.0.0/16".parse().expect("a network"),
+        local: "192.0.2.99".parse().ok(),
     }
 }
 
