@@ -13,13 +13,13 @@ use aya_ebpf::{
         bpf_adj_room_mode::BPF_ADJ_ROOM_MAC, bpf_fib_lookup as FibLookup,
     },
     helpers::{
-        bpf_fib_lookup, bpf_get_prandom_u32, bpf_jiffies64, bpf_redirect,
-        bpf_skb_adjust_room,
+        bpf_fib_lookup, bpf_get_prandom_u32, bpf_jiffies64, bpf_redirect, bpf_skb_adjust_room,
     },
 };
 use flannel_common::{
     encap::{
-        self, Each, Ethernet, HeadV4, HeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len, source_port,
+        self, Each, Ethernet, HeadV4, HeadV6, OVERHEAD_V4, OVERHEAD_V6, Outer, outer_len,
+        source_port,
     },
     map::{Config, Tunnel, Vtep, VtepKey},
     outcome::Outcome,
@@ -212,12 +212,7 @@ fn find_way(raw: *mut __sk_buff, config: &Config, way: &mut Way, sought: &Sought
 /// Puts the packet into the tunnel over IPv4; returns the interface to send to, or why not
 /// by its number. On an error nothing was changed, but for `DropNoMemory`.
 #[inline(always)]
-pub fn push_over_v4(
-    skb: Skb,
-    config: &Config,
-    inner: &Inner,
-    asker: Asker,
-) -> Result<u32, u32> {
+pub fn push_over_v4(skb: Skb, config: &Config, inner: &Inner, asker: Asker) -> Result<u32, u32> {
     let too_big = Outcome::TooBig.index();
     let ip_len = skb.len().saturating_sub(ETHERNET_LEN as u32);
     let len = outer_len(ip_len, OVERHEAD_V4).ok_or(too_big)?;

@@ -382,9 +382,8 @@ pub fn takes(skb: Skb, taken: &mut Taken, ifindex: u32, shorter_by: u32) -> bool
     let mut mtu = 0;
     let delta = -(shorter_by as i32);
     // SAFETY: the helper writes one number.
-    if ifindex == 0
-        || unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } != 0
-    {
+    let mut ask = || unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) };
+    if ifindex == 0 || ask() != 0 {
         return false;
     }
     *taken = Taken { asked: now, len: if merged { 0 } else { len } };

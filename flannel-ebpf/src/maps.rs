@@ -1,4 +1,4 @@
-//! The maps. All but the last six are pinned; their layout is `flannel_common::map`.
+//! The maps. All but the last seven are pinned; their layout is `flannel_common::map`.
 
 use aya_ebpf::{
     bindings::BPF_F_NO_PREALLOC,
@@ -16,6 +16,7 @@ use crate::{
     decap::BURSTS,
     encap::{WAYS as WAYS_ROOM, Way},
     flows::Reading,
+    underlay_ingress::Existence,
 };
 
 const PEERS_ROOM: usize = MAX_PEERS as usize;
@@ -82,6 +83,10 @@ pub static BURST_JIFFIES: Array<u64, BURSTS> = Array::new();
 /// Ways into the tunnel over IPv4, by the last bits of the flows' hashes.
 #[btf_map]
 pub static WAYS: PerCpuArray<Way, WAYS_ROOM> = PerCpuArray::new();
+
+/// The tunnel's device, when it was last seen.
+#[btf_map]
+pub static TUNNEL_SEEN: PerCpuArray<Existence, 1> = PerCpuArray::new();
 
 /// The clock, as flows have it.
 #[btf_map]
