@@ -14,6 +14,8 @@ mod logging;
 mod namespace;
 #[path = "ebpf_programs/packet.rs"]
 mod packet;
+#[path = "ebpf_programs/verifying.rs"]
+mod verifying;
 #[path = "ebpf_programs/xdp.rs"]
 mod xdp;
 

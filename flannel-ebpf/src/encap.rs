@@ -282,8 +282,10 @@ fn sum_inner(raw: *mut __sk_buff) -> i64 {
 #[inline(always)]
 pub fn push_v4(skb: Skb, head: &HeadV4) -> Result<(), Outcome> {
     make_room(skb, OVERHEAD_V4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4)?;
-    // Only a kernel out of memory refuses to write to what it has just made.
-    skb.store(head).then_some(()).ok_or(Outcome::DropNoMemory)
+    // What was just made is in one piece.
+    let mut room = skb.in_place::<{ ETHERNET_LEN + OVERHEAD_V4 }>().ok_or(Outcome::DropNoMemory)?;
+    room.put(0, &head.0);
+    Ok(())
 }
 
 /// The same over IPv6.

@@ -18,6 +18,7 @@ use crate::{
     decap::BURSTS,
     encap::{WAYS as WAYS_ROOM, Way},
     flows::Reading,
+    underlay_ingress::Existence,
 };
 
 const PEERS_ROOM: usize = MAX_PEERS as usize;
@@ -92,6 +93,10 @@ pub static BURST_JIFFIES: Array<u64, BURSTS> = Array::new();
 /// Ways into the tunnel over IPv4, by the last bits of the flows' hashes.
 #[btf_map]
 pub static WAYS: PerCpuArray<Way, WAYS_ROOM> = PerCpuArray::new();
+
+/// The tunnel's device, when it was last seen.
+#[btf_map]
+pub static TUNNEL_SEEN: PerCpuArray<Existence, 1> = PerCpuArray::new();
 
 /// The clock, as flows have it.
 #[btf_map]

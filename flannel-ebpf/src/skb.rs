@@ -186,8 +186,9 @@ impl Skb {
     pub fn linear(self) -> (usize, usize) {
         let fields = self.fields();
         // SAFETY: fields of a valid context.
-        let (start, end) =
-            unsafe { (read_volatile(&fields.data), read_volatile(&fields.data_end)) };
+        let (start, end) = unsafe {
+            (read_volatile(&raw const fields.data), read_volatile(&raw const fields.data_end))
+        };
         (start as usize, end as usize)
     }
 

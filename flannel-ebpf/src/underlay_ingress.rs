@@ -5,7 +5,10 @@ use aya_ebpf::{
         __sk_buff, BPF_F_INGRESS, BPF_FIB_LKUP_RET_NOT_FWDED, TC_ACT_SHOT, TC_ACT_UNSPEC,
         bpf_fib_lookup as FibLookup,
     },
-    helpers::{bpf_check_mtu, bpf_fib_lookup, bpf_ktime_get_ns, bpf_redirect, bpf_redirect_peer},
+    helpers::{
+        bpf_check_mtu, bpf_fib_lookup, bpf_jiffies64, bpf_ktime_get_ns, bpf_redirect,
+        bpf_redirect_peer,
+    },
     programs::TcContext,
 };
 use aya_log_ebpf::{
@@ -405,12 +408,35 @@ fn is_local(skb: Skb, config: &Config) -> bool {
     u32::try_from(result) == Ok(BPF_FIB_LKUP_RET_NOT_FWDED)
 }
 
-/// Whether an interface exists. A redirection to one that is gone would lose the packet.
+/// Whether the tunnel's device exists: a redirection to one that is gone would lose the packet. The
+/// kernel is asked once in a jiffy.
 #[inline(always)]
 fn exists(skb: Skb, ifindex: u32) -> bool {
+    let Some(seen) = maps::TUNNEL_SEEN.get_ptr_mut(0) else { return false };
+    // SAFETY: this CPU's own slot, and nothing else of ours runs on this CPU in between.
+    let seen = unsafe { &mut *seen };
+    // SAFETY: a helper without conditions.
+    let now = Existence { ifindex, jiffies: unsafe { bpf_jiffies64() } as u32 };
+    if *seen == now {
+        return true;
+    }
     let mut mtu = 0;
     // SAFETY: the helper writes one number; that the packet may not fit is not asked here.
-    ifindex != 0 && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, 0, 0) } >= 0
+    let exists = ifindex != 0
+        && unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, 0, 0) } >= 0;
+    if exists {
+        *seen = now;
+    }
+    exists
+}
+
+/// When a device was there.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Existence {
+    ifindex: u32,
+    /// The last bits.
+    jiffies: u32,
 }
 
 #[inline(always)]

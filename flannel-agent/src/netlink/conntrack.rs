@@ -46,8 +46,10 @@ pub struct Connection {
 /// What the kernel knows of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tracked {
-    /// Packets went both ways, and it lasts (`IPS_ASSURED`).
-    pub assured: bool,
+    /// Packets went both ways and it is in the table: of TCP `IPS_ASSURED`; of UDP, which the kernel
+    /// assures after two seconds, `IPS_SEEN_REPLY` and `IPS_CONFIRMED`, what suffices for flows that
+    /// the kernel offloads itself.
+    pub answered: bool,
     /// Addresses, ports or sequence numbers are rewritten, or a helper reads along.
     pub altered: bool,
     /// It is not ending; of TCP, it is established.
@@ -59,7 +61,7 @@ pub struct Tracked {
 impl Tracked {
     /// Whether its packets pass the stack as they are and will go on doing so.
     pub fn is_settled(&self) -> bool {
-        self.assured && !self.altered && self.open
+        self.answered && !self.altered && self.open
     }
 }
 
@@ -190,8 +192,9 @@ fn tracked(attributes: &[ConntrackAttribute], tcp: bool) -> Tracked {
         }
     }
     let altering = Status::NatMask | Status::SeqAdjust | Status::Helper;
+    let answered = if tcp { Status::Assured } else { Status::SeenReply | Status::Confirmed };
     Tracked {
-        assured: status.contains(Status::Assured),
+        answered: status.contains(answered),
         altered: status.intersects(altering),
         open: !status.intersects(Status::Dying) && (!tcp || state == Some(ESTABLISHED)),
         liberal: !tcp || original & reply & BE_LIBERAL != 0,
@@ -222,5 +225,13 @@ mod tests {
             assert!(!of(good | bad, ESTABLISHED).is_settled(), "{bad:?}");
         }
         assert!(!tracked(&[], true).is_settled());
+    }
+
+    #[test]
+    fn udp_is_settled_once_it_is_answered() {
+        let of = |status| tracked(&[ConntrackAttribute::CtaStatus(status)], false);
+        assert!(of(Status::SeenReply | Status::Confirmed).is_settled());
+        assert!(!of(Status::Confirmed).is_settled());
+        assert!(!of(Status::SeenReply | Status::Confirmed | Status::DstNat).is_settled());
     }
 }
