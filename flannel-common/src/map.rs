@@ -12,7 +12,7 @@ use bytemuck::{Pod, Zeroable};
 /// another version are left alone, so it must change with any layout, size or meaning here.
 ///
 /// [`Outcome`]: crate::outcome::Outcome
-pub const SCHEMA_VERSION: u32 = 2;
+pub const SCHEMA_VERSION: u32 = 3;
 
 /// How many outer addresses `PEERS` and `PEER_COUNTERS` have room for.
 pub const MAX_PEERS: u32 = 16_384;
@@ -125,7 +125,9 @@ pub struct Lease {
     /// The MAC of the peer's tunnel device of this family.
     pub vtep_mac: Mac,
     /// 1 if the subnet is reached by the tunnel, 0 if directly.
-    pub tunnelled: u16,
+    pub tunnelled: u8,
+    /// 1 if the peer is behind a NAT: what it sends may come from any outer address.
+    pub any_source: u8,
 }
 
 /// An outer address: IPv6, or IPv4 mapped into it (RFC 4291 section 2.5.5.2).
@@ -216,6 +218,7 @@ const _: () = {
     assert!(size_of::<Lease>() == 28);
     assert!(offset_of!(Lease, index) == 16);
     assert!(offset_of!(Lease, vtep_mac) == 20);
+    assert!(offset_of!(Lease, any_source) == 27);
     assert!(size_of::<OuterAddress>() == 16);
     assert!(size_of::<Peer>() == 28);
     assert!(offset_of!(Peer, subnet_v4) == 4);
