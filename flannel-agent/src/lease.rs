@@ -125,6 +125,10 @@ pub struct LeaseAttributes {
     pub backend_data: Option<RawJson>,
     /// The backend's IPv6 data.
     pub backend_v6_data: Option<RawJson>,
+    /// Whether an operator has declared the node to be behind a NAT, so that it may send from
+    /// other addresses than the public ones. Only the Kubernetes store can tell; no lease in JSON
+    /// has it.
+    pub behind_nat: bool,
 }
 
 /// Why a lease value cannot be used: not JSON, or a field that does not hold what it should.
@@ -151,6 +155,7 @@ impl LeaseAttributes {
             backend_type: object.get_str("BackendType")?.unwrap_or_default(),
             backend_data: raw("BackendData")?,
             backend_v6_data: raw("BackendV6Data")?,
+            behind_nat: false,
         })
     }
 
@@ -387,6 +392,7 @@ mod tests {
                 backend_type,
                 backend_data: Some(RawJson::parse(&format!("{{\"k\": {data}}}")).expect("JSON")),
                 backend_v6_data: None,
+                behind_nat: false,
             };
             let read = LeaseAttributes::from_json(attributes.to_json()).expect("our own writing");
             // Go's escapes stay in the raw data, so compare what is written, and the rest as is.

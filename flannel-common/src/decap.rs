@@ -115,9 +115,11 @@ pub fn filter<L: Leases>(
         Addresses::Other => None,
     };
     match lease {
-        // Several nodes may send from one address; and who is behind a NAT is known by nothing
-        // but the subnet.
-        Some(lease) if lease.outer == *outer || peer.is_none() => Ok(index),
+        // Several nodes may send from one address.
+        Some(lease) if lease.outer == *outer => Ok(index),
+        // Who is behind a NAT is known by nothing but the subnet.
+        Some(lease) if lease.any_source == 1 && !strict => Ok(index),
+        _ if peer.is_none() => Err(Outcome::DropUnknownSource),
         Some(_) => Err(Outcome::DropOtherSource),
         None if strict => Err(Outcome::DropForeignSource),
         // A node's own address, or an outside client's.

@@ -125,7 +125,9 @@ pub struct Lease {
     /// The MAC of the peer's tunnel device of this family.
     pub vtep_mac: Mac,
     /// 1 if the subnet is reached by the tunnel, 0 if directly.
-    pub tunnelled: u16,
+    pub tunnelled: u8,
+    /// 1 if the peer is behind a NAT: what it sends may come from any outer address.
+    pub any_source: u8,
 }
 
 /// An outer address: IPv6, or IPv4 mapped into it (RFC 4291 section 2.5.5.2). The alignment has BPF
@@ -243,6 +245,7 @@ const _: () = {
     assert!(size_of::<Lease>() == 28);
     assert!(offset_of!(Lease, index) == 16);
     assert!(offset_of!(Lease, vtep_mac) == 20);
+    assert!(offset_of!(Lease, any_source) == 27);
     assert!(size_of::<OuterAddress>() == 16);
     assert!(size_of::<Peer>() == 28);
     assert!(offset_of!(Peer, subnet_v4) == 4);

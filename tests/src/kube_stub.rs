@@ -34,7 +34,7 @@ use self::{
     objects::Objects,
     server::{Shared, State},
 };
-pub use self::{objects::Patch, server::Fault};
+pub use self::{leases::node_of, objects::Patch, server::Fault};
 use crate::{
     base64,
     lab::{Lab, Segment},

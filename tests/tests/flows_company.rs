@@ -162,18 +162,18 @@ fn nft_services(node: &Node, services: &[(&str, u16, SocketAddr)]) -> Result<()>
     let (mut dispatch, mut chains) = (String::new(), String::new());
     for (cluster_ip, node_port, backend) in services {
         let own = node.v4();
-        dispatch += &format!(
+        dispatch.extend([format!(
             "ip daddr {cluster_ip} tcp dport 80 goto endpoint-{node_port}
              ip daddr {own} tcp dport {node_port} goto external-{node_port}\n"
-        );
-        chains += &format!(
+        )]);
+        chains.extend([format!(
             "chain endpoint-{node_port} {{
                  ip saddr {ip} jump mark-for-masquerade
                  meta l4proto tcp dnat to {backend}
              }}
              chain external-{node_port} {{ jump mark-for-masquerade; goto endpoint-{node_port}; }}\n",
             ip = backend.ip()
-        );
+        )]);
     }
     rules(
         node,

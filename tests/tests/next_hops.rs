@@ -225,3 +225,46 @@ fn another_mtu_of_the_nic_is_followed_by_the_stacks() -> Result<()> {
 fn another_mtu_of_the_nic_is_followed_by_flows() -> Result<()> {
     another_mtu(FLOWS)
 }
+
+/// Somebody routes by a mark: the device's packets have the inner one's, and so its way.
+fn marked(flags: &[&str]) -> Result<()> {
+    let lab = Lab::new()?;
+    let mut story = Story::begin(&lab, flags, false)?;
+    let (alder, peer) = (&story.duo.alder, story.peer());
+    alder.run("ip rule add fwmark 0x20 table 100")?;
+    alder.run(&format!("ip route add {peer} via 192.0.2.1 dev eth0 table 100"))?;
+    let ways = |capture: &Capture| -> std::collections::BTreeSet<Vec<u8>> {
+        let frames = capture.frames();
+        let out = frames.iter().filter(|frame| frame.outgoing);
+        let tunnel = out.filter(|frame| frame.bytes.get(36..38) == Some(&8472_u16.to_be_bytes()));
+        tunnel.map(|frame| frame.bytes[..6].to_vec()).collect()
+    };
+    let wire = Capture::start(alder.ns(), "eth0")?;
+    story.datagrams.talk(Duration::from_millis(200))?;
+    let direct = ways(&wire);
+    ensure!(direct.len() == 1, "{direct:02x?}");
+    story.duo.alder.run("iptables -t mangle -A FORWARD -p udp -j MARK --set-mark 0x20")?;
+    // Where the flow goes past the stack, the rule is first seen when the flow has to ask.
+    let silence = story.silence_after(Duration::from_secs(2), |_| Ok(()))?;
+    ensure!(silence < SILENCE, "no answer for {silence:?}");
+    let wire = Capture::start(story.duo.alder.ns(), "eth0")?;
+    story.datagrams.talk(Duration::from_millis(200))?;
+    let by_mark = ways(&wire);
+    ensure!(by_mark.len() == 1 && by_mark != direct, "{by_mark:02x?}, {direct:02x?} without");
+    Ok(())
+}
+
+#[test]
+fn a_mark_chooses_the_way_by_the_kernels_path() -> Result<()> {
+    marked(KERNEL)
+}
+
+#[test]
+fn a_mark_chooses_the_way_by_the_stacks() -> Result<()> {
+    marked(STACK)
+}
+
+#[test]
+fn a_mark_chooses_the_way_of_flows() -> Result<()> {
+    marked(FLOWS)
+}

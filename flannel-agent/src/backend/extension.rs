@@ -233,7 +233,7 @@ impl Backend for ExtensionBackend {
             public_ipv6: self.public_ipv6,
             backend_type: NAME.to_owned(),
             backend_data: self.data.clone(),
-            backend_v6_data: None,
+            ..LeaseAttributes::default()
         }
     }
 

@@ -459,7 +459,8 @@ impl EbpfDatapath {
                 outer,
                 index: peer.index,
                 vtep_mac: entry.vtep_mac.map_or([0; 6], |mac| mac.0),
-                tunnelled: u16::from(entry.vtep_mac.is_some()),
+                tunnelled: u8::from(entry.vtep_mac.is_some()),
+                any_source: u8::from(entry.behind_nat),
             };
             match entry.subnet {
                 IpNet::V4(net) => {

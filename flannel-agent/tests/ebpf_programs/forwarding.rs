@@ -43,6 +43,7 @@ pub fn node(tunnel: u32) -> FastPathWanted {
         subnet: subnet.parse().expect("a subnet"),
         outer: outer.parse().expect("an address"),
         vtep_mac: Some(PEER_MAC),
+        behind_nat: false,
     };
     let mut peers = vec![peer(V4_PEER, "10.5.1.0/24"), peer(V6_PEER, "10.5.2.0/24")];
     peers[1].subnets.v6 = "fd05:2::/64".parse().ok();

@@ -164,6 +164,7 @@ pub fn dual_peer(n: u8) -> Lease {
             backend_type: "vxlan".to_owned(),
             backend_data: Some(data(&format!("02:fa:00:00:04:{n:02}"))),
             backend_v6_data: Some(data(&format!("02:fa:00:00:06:{n:02}"))),
+            behind_nat: false,
         },
     }
 }

@@ -36,6 +36,7 @@ impl Known {
             index,
             vtep_mac: PEER_MAC,
             tunnelled: 1,
+            any_source: u8::from(index == 1),
         };
         Self {
             peers: [(PEER, peer(0, 2)), (OTHER_PEER, peer(1, 3))].into(),
@@ -90,7 +91,7 @@ fn each_refusal_has_its_reason() {
     assert_eq!(filter_on(STRANGER, BEHIND_PEER, US), Err(Outcome::DropUnknownSource));
     assert_eq!(filter_on(PEER, BEHIND_PEER, BEHIND_OTHER), Err(Outcome::DropDestination));
     assert_eq!(filter_on(PEER, US, US), Err(Outcome::DropOwnSource));
-    assert_eq!(filter_on(PEER, BEHIND_OTHER, US), Err(Outcome::DropOtherSource));
+    assert_eq!(filter_on(OTHER_PEER, BEHIND_PEER, US), Err(Outcome::DropOtherSource));
     let known = Known::new();
     let broadcast = filter(&known, &config(switch::FILTER), &PEER, [0xff; 6], &Addresses::Other);
     assert_eq!(broadcast, Err(Outcome::DropBroadcast));
@@ -109,11 +110,15 @@ fn strict_takes_nothing_but_the_senders_own() {
 
 #[test]
 fn whoever_is_behind_a_nat_is_known_by_the_subnet() {
-    let nat = |from| judged(switch::FILTER | switch::ANY_SOURCE, STRANGER, from, US);
-    assert_eq!(nat(BEHIND_PEER), Ok(NO_PEER));
-    assert_eq!(nat(US), Err(Outcome::DropOwnSource));
+    let nat = |outer, from| judged(switch::FILTER | switch::ANY_SOURCE, outer, from, US);
+    assert_eq!(nat(STRANGER, BEHIND_OTHER), Ok(NO_PEER));
+    assert_eq!(nat(PEER, BEHIND_OTHER), Ok(0), "several nodes behind one");
+    assert_eq!(nat(STRANGER, BEHIND_PEER), Err(Outcome::DropUnknownSource), "not this one");
+    assert_eq!(nat(STRANGER, OUTSIDE), Err(Outcome::DropUnknownSource));
+    assert_eq!(nat(STRANGER, US), Err(Outcome::DropOwnSource));
     let both = switch::FILTER | switch::STRICT | switch::ANY_SOURCE;
-    assert_eq!(judged(both, STRANGER, BEHIND_PEER, US), Err(Outcome::DropUnknownSource));
+    assert_eq!(judged(both, STRANGER, BEHIND_OTHER, US), Err(Outcome::DropUnknownSource));
+    assert_eq!(judged(both, PEER, BEHIND_OTHER, US), Err(Outcome::DropOtherSource));
 }
 
 #[test]

@@ -111,7 +111,7 @@ const FIELDS: [(&str, &str); 5] = [
 ];
 
 /// The name of the node that stands for a lease put by hand.
-fn node_of(key: &str) -> String {
+pub fn node_of(key: &str) -> String {
     let name: String =
         key.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     format!("lease-{}", name.trim_end_matches('-'))

@@ -403,7 +403,8 @@ fn leases(sources: &Sources<'_>) -> Vec<LeaseEntry> {
                 let key = (tunnel.link, subnet.network());
                 sources.wanted?.neighbours.get(&key).copied()
             });
-            leases.push(LeaseEntry { subnet, outer, vtep_mac });
+            let behind_nat = attributes.behind_nat;
+            leases.push(LeaseEntry { subnet, outer, vtep_mac, behind_nat });
         }
     }
     leases

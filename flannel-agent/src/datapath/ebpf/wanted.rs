@@ -100,6 +100,8 @@ pub struct LeaseEntry {
     pub outer: IpAddr,
     /// The MAC of the peer's device; `None` if the subnet is reached without the tunnel.
     pub vtep_mac: Option<MacAddr>,
+    /// Whether the peer is behind a NAT, so that it may send from any address.
+    pub behind_nat: bool,
 }
 
 impl FastPathWanted {
@@ -116,6 +118,9 @@ impl FastPathWanted {
             Filter::Strict if tunnels => switch::FILTER | switch::STRICT,
             _ => 0,
         };
+        if self.leases.iter().any(|lease| lease.behind_nat) {
+            switches |= switch::ANY_SOURCE;
+        }
         if self.other_vnis {
             switches |= switch::OTHER_VNIS;
         }

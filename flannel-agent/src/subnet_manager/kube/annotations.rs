@@ -105,6 +105,9 @@ impl AnnotationNames {
         let (data_v4, data_v6) = (data(&PUBLIC_IP), data(&PUBLIC_IPV6));
         let mut attributes = LeaseAttributes {
             backend_type: self.value(node, BACKEND_TYPE).to_owned(),
+            behind_nat: [PUBLIC_IP, PUBLIC_IPV6]
+                .iter()
+                .any(|family| !self.value(node, family.overwrite).is_empty()),
             ..LeaseAttributes::default()
         };
         if let Ok(data) = data_v4 {
@@ -319,6 +322,20 @@ mod tests {
             "backend-data= backend-type=extension public-ip=0.0.0.0"
         );
         assert_eq!(text("vxlan", Some("::1")), "backend-type=vxlan");
+    }
+
+    #[test]
+    fn an_address_set_by_hand_means_that_the_node_is_behind_a_nat() {
+        for (annotation, behind_nat) in [
+            (r#""flannel.alpha.coreos.com/public-ip-overwrite":"203.0.113.9""#, true),
+            (r#""flannel.alpha.coreos.com/public-ipv6-overwrite":"2001:db8::9""#, true),
+            (r#""flannel.alpha.coreos.com/public-ip-overwrite":"""#, false),
+            (r#""flannel.alpha.coreos.com/public-ip":"203.0.113.9""#, false),
+        ] {
+            let text = format!(r#"{{"metadata":{{"annotations":{{{annotation}}}}}}}"#);
+            let (read, _) = names().read(&node(&text));
+            assert_eq!(read.behind_nat, behind_nat, "{annotation}");
+        }
     }
 
     #[test]
