@@ -102,8 +102,8 @@ pub struct VxlanBackend {
     rules: Option<RuleWatch>,
     /// The same about what others do to devices.
     strangers: Findings,
-    /// When that was looked at.
-    strangers_seen: Instant,
+    /// When that was looked at; `None` before the programs were there.
+    strangers_seen: Option<Instant>,
     /// What carried packets at the last pass, and why not something better.
     carrier: (&'static str, String),
     compiler: Compiler,
@@ -183,7 +183,7 @@ impl VxlanBackend {
             fast_path: FastPath::Pending,
             rules: choice::depends_on_rules(&fast_path).then(RuleWatch::open),
             strangers: Findings::default(),
-            strangers_seen: Instant::now(),
+            strangers_seen: None,
             carrier: ("", String::new()),
             fast_path_config: fast_path,
             _claims: devices.iter().filter_map(|d| DeviceClaim::take(&d.name).ok()).collect(),
@@ -537,17 +537,15 @@ impl VxlanBackend {
         Choice::make(&self.options, mode, self.ipsec.found(), findings.as_ref())
     }
 
-    /// Looks at what others do to the devices that flows skip. Returns whether that is news.
+    /// Looks, once a second at most, at what others do to the devices that flows skip. Returns
+    /// whether that is news.
     fn look_for_strangers(&mut self) -> bool {
-        if self.rules.is_none() {
+        let recently = self.strangers_seen.is_some_and(|seen| seen.elapsed() < RETRY);
+        if self.rules.is_none() || !matches!(self.fast_path, FastPath::On(_)) || recently {
             return false;
         }
-        self.strangers_seen = Instant::now();
+        self.strangers_seen = Some(Instant::now());
         let found = self.fast_path.strangers(self.mirror.tables(), &self.tunnels());
-        if found != Findings::default() {
-            // Nobody tells when they are gone.
-            self.pass_within(STRANGERS);
-        }
         found != std::mem::replace(&mut self.strangers, found.clone())
     }
 
@@ -747,6 +745,9 @@ impl Backend for VxlanBackend {
     async fn changed(&mut self) {
         loop {
             let due = self.next_pass;
+            // Nobody tells when they are gone.
+            let strangers = self.strangers != Findings::default();
+            let look = self.strangers_seen.map_or(due, |seen| seen + STRANGERS);
             tokio::select! {
                 () = self.mirror.readable() => {}
                 () = self.ipsec.changed() => return,
@@ -755,7 +756,13 @@ impl Backend for VxlanBackend {
                     if news == News::Loaded || self.fast_path.tend_flows() {
                         return;
                     }
-                    if self.strangers_seen.elapsed() >= RETRY && self.look_for_strangers() {
+                    if self.look_for_strangers() {
+                        return;
+                    }
+                    continue;
+                }
+                () = tokio::time::sleep_until(look), if strangers => {
+                    if self.look_for_strangers() {
                         return;
                     }
                     continue;

@@ -26,6 +26,10 @@ const LAZY_LEGACY_LOOK: Duration = Duration::from_secs(10);
 /// How often everything is read though nothing was heard.
 const SAFETY_NET: Duration = Duration::from_mins(1);
 
+/// So many looks may fail in a row before what was found last no longer counts: while somebody keeps
+/// changing many rules, a reading may be torn.
+const FAILURES: u32 = 3;
+
 /// After a look there is a rest of so many times its length, within [`PATIENCE`].
 const SHARE: u32 = 4;
 
@@ -46,6 +50,8 @@ pub struct RuleWatch {
     outline: Vec<Vec<u8>>,
     /// Not before this another look.
     rest_until: Instant,
+    /// Looks that failed since the last that did not.
+    failures: u32,
 }
 
 impl RuleWatch {
@@ -67,6 +73,7 @@ impl RuleWatch {
             legacy_due: now + LEGACY_LOOK,
             outline: Vec::new(),
             rest_until: now,
+            failures: 0,
         }
     }
 
@@ -156,6 +163,7 @@ impl RuleWatch {
         let findings = match outcome {
             Some(Ok((findings, outline))) => {
                 self.outline = outline;
+                self.failures = 0;
                 findings
             }
             failed => {
@@ -163,7 +171,12 @@ impl RuleWatch {
                     Some(Err(err)) => err.to_string(),
                     _ => "the thread that reads them failed".to_owned(),
                 };
+                debug!("reading the host's rules: {why}");
                 self.look_within(PATIENCE);
+                self.failures = self.failures.saturating_add(1);
+                if self.failures < FAILURES {
+                    return false;
+                }
                 let unread = format!("the host's rules cannot be read: {why}");
                 Findings { outer: Some(unread.clone()), inner: Some(unread) }
             }
