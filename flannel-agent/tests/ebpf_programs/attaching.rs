@@ -309,7 +309,7 @@ fn maps_of_another_shape_are_replaced_and_nonsense_in_ours_is_dropped() {
     in_namespace(|pin_dir| {
         let wanted = wanted(&[ifindex("v1")]);
         drop(load(pin_dir));
-        let maps = pins(pin_dir).join("v2");
+        let maps = pins(pin_dir).join(format!("v{}", flannel_common::map::SCHEMA_VERSION));
         let path = maps.join("OUTCOMES");
         std::fs::remove_file(&path).expect("removed");
         let kind = "type array key 4 value 16 entries 6 name OUTCOMES";
