@@ -127,6 +127,8 @@ impl SharedState {
             |field: &str| backend["datapath"].get(field).and_then(Value::as_str).map(str::to_owned);
         inner.status.datapath = text("mode")
             .map(|mode| DatapathStatus { mode, reason: text("reason").unwrap_or_default() });
+        let outcomes = &backend["datapath"]["programs"]["outcomes"];
+        self.telemetry.metrics.set_datapath_outcomes(outcomes);
         inner.status.backend = backend;
         drop(inner);
         self.answered.notify_waiters();

@@ -9,6 +9,7 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge, info::Info},
     registry::Registry,
 };
+use serde_json::Value;
 
 use super::health::Condition;
 
@@ -17,6 +18,9 @@ type Label = [(&'static str, &'static str); 1];
 
 /// What carries packets, and why not something better.
 type CarrierLabels = [(&'static str, String); 2];
+
+/// One label whose values somebody else names.
+type NamedLabel = [(&'static str, String); 1];
 
 /// The agent's metrics; cheap to clone, all clones count together.
 #[derive(Clone, Debug, Default)]
@@ -48,6 +52,8 @@ pub struct Metrics {
     /// Seconds since the epoch of the last pass that left the kernel as wanted.
     last_sync: Gauge,
     conditions: Family<Label, Gauge>,
+    datapath_packets: Family<NamedLabel, Counter>,
+    datapath_bytes: Family<NamedLabel, Counter>,
 }
 
 impl Metrics {
@@ -93,6 +99,16 @@ impl Metrics {
             "When the kernel last was all as wanted",
             self.last_sync.clone(),
         );
+        r.register(
+            "datapath_packets",
+            "Packets by what the eBPF programs did with them, drops by their reason",
+            self.datapath_packets.clone(),
+        );
+        r.register(
+            "datapath_bytes",
+            "Bytes of the packets by what the eBPF programs did with them",
+            self.datapath_bytes.clone(),
+        );
     }
 
     /// Records whether XDP is in use, and what it has counted since the maps were made.
@@ -119,6 +135,26 @@ impl Metrics {
     /// Records that the kernel is all as wanted now.
     pub fn synced_now(&self) {
         self.last_sync.set(epoch_seconds(SystemTime::now()));
+    }
+
+    /// Takes over what the eBPF programs have counted: an object of outcomes with their `packets`
+    /// and `bytes`, as the status shows it. Without one there is nothing to show.
+    pub fn set_datapath_outcomes(&self, outcomes: &Value) {
+        let Some(outcomes) = outcomes.as_object() else {
+            self.datapath_packets.clear();
+            self.datapath_bytes.clear();
+            return;
+        };
+        for (outcome, counted) in outcomes {
+            for (family, unit) in
+                [(&self.datapath_packets, "packets"), (&self.datapath_bytes, "bytes")]
+            {
+                if let Some(count) = counted.get(unit).and_then(Value::as_u64) {
+                    let counter = family.get_or_create(&[("outcome", outcome.clone())]);
+                    counter.inner().store(count, Ordering::Relaxed);
+                }
+            }
+        }
     }
 
     /// Records whether a condition of readiness holds.
