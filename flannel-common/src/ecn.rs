@@ -72,7 +72,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::wire::Words;
+    use crate::wire::{Header, Words};
 
     proptest! {
         #[test]
