@@ -2,6 +2,8 @@
 //! out here, before the kernel makes a packet of it, and handed over to TC. What the filter
 //! refuses ends here. Everything else passes as it came, and TC has the say.
 
+use core::ptr::read_volatile;
+
 use aya_ebpf::{
     bindings::{
         xdp_action::{XDP_DROP, XDP_PASS},
@@ -50,11 +52,18 @@ struct Frame {
 }
 
 impl Frame {
-    /// The bytes in one piece: where they begin, and where they end.
+    /// The bytes in one piece: where they begin, and where they end. Volatile for the reason given
+    /// at [`Skb::linear`](crate::skb::Skb::linear).
     #[inline(always)]
     fn linear(self) -> (usize, usize) {
-        let context = XdpContext::new(self.raw);
-        (context.data(), context.data_end())
+        // SAFETY: fields of a valid context.
+        let (start, end) = unsafe {
+            (
+                read_volatile(&raw const (*self.raw).data),
+                read_volatile(&raw const (*self.raw).data_end),
+            )
+        };
+        (start as usize, end as usize)
     }
 
     /// The start of the packet, if it is in one piece and has so many bytes.
