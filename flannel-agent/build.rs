@@ -21,6 +21,9 @@ fn main() {
     let source = match fs::read(&object) {
         Ok(_) => {
             println!("cargo::rerun-if-changed={}", object.display());
+            if named.is_none() {
+                warn_if_outdated(&object, &manifest);
+            }
             // Only a string can be a path in the source; a path that is none is refused.
             match fs::canonicalize(&object).ok().as_deref().and_then(Path::to_str) {
                 // The ELF parser asks for the alignment.
@@ -41,6 +44,32 @@ fn main() {
     };
     if let Err(error) = fs::write(&out, source) {
         println!("cargo::error=cannot write {}: {error}", out.display());
+    }
+}
+
+/// Says if the programs' sources have changed since they were built: the agent would find no such
+/// programs in the object as it looks for, or worse.
+fn warn_if_outdated(object: &Path, manifest: &Path) {
+    let modified = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
+    let Some(built) = modified(&object.with_extension("built")) else { return };
+    for sources in ["../flannel-ebpf/src", "../flannel-common/src"] {
+        let sources = manifest.join(sources);
+        println!("cargo::rerun-if-changed={}", sources.display());
+        let mut directories = vec![sources];
+        while let Some(directory) = directories.pop() {
+            for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    directories.push(path);
+                } else if modified(&path).is_some_and(|changed| changed > built) {
+                    return println!(
+                        "cargo::warning={} has changed since the eBPF programs were built: run \
+                         `cargo xtask build-ebpf`",
+                        path.display()
+                    );
+                }
+            }
+        }
     }
 }
 

@@ -310,10 +310,11 @@ pub fn before<F: Family>(
     }
 }
 
-/// Has a packet of a known flow go with the flow's hash.
+/// Has a packet of a known flow go with the flow's hash. Over IPv6 the kernel makes it of the flow
+/// label, which is the sender's to change with each packet.
 #[inline(always)]
-pub fn hash(skb: Skb, flow: &mut Flow) {
-    if !skb.lacks_hash() {
+pub fn hash<F: Family>(skb: Skb, flow: &mut Flow) {
+    if F::ETHERTYPE != ETHERTYPE_IPV4 || !skb.lacks_hash() {
         return;
     }
     if flow.hash == 0 {
@@ -336,7 +337,7 @@ pub fn after<F: Family>(skb: Skb, direction: Direction, rules: &FlowRules) {
     // SAFETY: as above.
     let flow = unsafe { &mut *flow };
     if matches!(direction, Direction::Out) {
-        hash(skb, flow);
+        hash::<F>(skb, flow);
     }
     if flow.after(direction, &seen, inner.segment, rules) {
         // Without room the agent hears of it the next time.

@@ -93,7 +93,7 @@ fn send<F: Family>(skb: Skb, rules: &FlowRules) -> i32 {
     if !F::hop(skb) || !flows::address(skb, &frame) {
         return TC_ACT_SHOT;
     }
-    flows::hash(skb, flow);
+    flows::hash::<F>(skb, flow);
     flows::count(flow, Direction::Out);
     if F::ETHERTYPE == ETHERTYPE_IPV4
         && let Some(action) = straight(skb, config)

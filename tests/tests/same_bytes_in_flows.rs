@@ -13,7 +13,7 @@ use flannel_lab::{
     generated::{self, Ends, Recipe, Tuple},
     netns::Netns,
     prelude::*,
-    promoted,
+    process, promoted,
 };
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, SockaddrStorage, bind, connect, setsockopt, socket, sockopt,
@@ -89,6 +89,22 @@ fn connect_from(own: SocketAddr, target: SocketAddr) -> Result<TcpStream> {
     Ok(unsafe { TcpStream::from_raw_fd(socket.into_raw_fd()) })
 }
 
+/// Keeps the pods' own TCP from answering generated packets, which it takes for its connection's.
+fn hush(pods: [&Netns; 2], quiet: bool) -> Result<()> {
+    const QUIET: &[&str] = &[
+        "add table inet hush",
+        "add chain inet hush output { type filter hook output priority 0 ; }",
+        "add rule inet hush output meta l4proto tcp drop",
+    ];
+    const AS_BEFORE: &[&str] = &["delete table inet hush"];
+    for pod in pods {
+        for line in if quiet { QUIET } else { AS_BEFORE } {
+            process::output(pod.command("nft").args(line.split_whitespace()))?;
+        }
+    }
+    Ok(())
+}
+
 /// What arrived at the pods and on the wire to the kernel peer.
 #[derive(Default)]
 struct Observed {
@@ -125,6 +141,8 @@ fn observe(flags: &[&str], offload: bool, tcp: bool) -> Result<Observed> {
         } else {
             connection.talk()?;
         }
+        let pods = [duo.ours.ns(), duo.theirs.ns()];
+        hush(pods, true)?;
         for (from, to, source, destination, tuple) in [
             (&duo.ours, &duo.theirs, ours, theirs, there),
             (&duo.theirs, &duo.ours, theirs, ours, back),
@@ -173,6 +191,7 @@ fn observe(flags: &[&str], offload: bool, tcp: bool) -> Result<Observed> {
             }
             observed.bypassed.1 += u64::from(COUNT);
         }
+        hush(pods, false)?;
         // The connection outlives all of this.
         if tcp {
             connection.talk()?;

@@ -4,6 +4,7 @@ use std::{
     env, fs,
     path::{Path, PathBuf},
     process::Command,
+    time::SystemTime,
 };
 
 use anyhow::{Context, ensure};
@@ -28,6 +29,8 @@ pub fn object(workspace: &Path) -> PathBuf {
 pub fn run() -> anyhow::Result<PathBuf> {
     let toolchain = toolchain::find()?;
     eprintln!("building the eBPF programs with {toolchain}");
+    // What changes from here on is not in the object.
+    let begun = SystemTime::now();
     let root = workspace();
     // Away from the other artifacts: another compiler, other flags, another lock.
     let target_dir = root.join("target/bpf-build");
@@ -37,6 +40,9 @@ pub fn run() -> anyhow::Result<PathBuf> {
     let built = target_dir.join(TARGET).join(PROFILE).join("flannel-ebpf");
     let object = object(&root);
     publish(&built, &object)?;
+    let stamp = object.with_extension("built");
+    let stamped = fs::File::create(&stamp).and_then(|stamp| stamp.set_modified(begun));
+    stamped.with_context(|| format!("cannot write {}", stamp.display()))?;
     eprintln!("{}", object.display());
     Ok(object)
 }
