@@ -6,7 +6,7 @@
 use std::{
     env, fs, io,
     path::{Path, PathBuf},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 const VARIABLE: &str = "FLANNEL_EBPF_OBJECT";
@@ -51,7 +51,12 @@ fn main() {
 /// programs in the object as it looks for, or worse.
 fn warn_if_outdated(object: &Path, manifest: &Path) {
     let modified = |path: &Path| fs::metadata(path).and_then(|data| data.modified()).ok();
-    let Some(built) = modified(&object.with_extension("built")) else { return };
+    // When the newest source changed that is in the object, in nanoseconds since the epoch.
+    let stamp = object.with_extension("built");
+    let Ok(built) = fs::read_to_string(&stamp) else { return };
+    println!("cargo::rerun-if-changed={}", stamp.display());
+    let Ok(nanoseconds) = built.parse() else { return };
+    let built = SystemTime::UNIX_EPOCH + Duration::from_nanos(nanoseconds);
     for sources in ["../flannel-ebpf/src", "../flannel-common/src"] {
         let sources = manifest.join(sources);
         println!("cargo::rerun-if-changed={}", sources.display());

@@ -29,9 +29,9 @@ pub fn object(workspace: &Path) -> PathBuf {
 pub fn run() -> anyhow::Result<PathBuf> {
     let toolchain = toolchain::find()?;
     eprintln!("building the eBPF programs with {toolchain}");
-    // What changes from here on is not in the object.
-    let begun = SystemTime::now();
     let root = workspace();
+    // What changes after this is not in the object.
+    let newest = newest_source(&root)?;
     // Away from the other artifacts: another compiler, other flags, another lock.
     let target_dir = root.join("target/bpf-build");
     let mut command = command(&toolchain, &root, &target_dir, "build");
@@ -40,9 +40,7 @@ pub fn run() -> anyhow::Result<PathBuf> {
     let built = target_dir.join(TARGET).join(PROFILE).join("flannel-ebpf");
     let object = object(&root);
     publish(&built, &object)?;
-    let stamp = object.with_extension("built");
-    let stamped = fs::File::create(&stamp).and_then(|stamp| stamp.set_modified(begun));
-    stamped.with_context(|| format!("cannot write {}", stamp.display()))?;
+    stamp(&object.with_extension("built"), newest)?;
     eprintln!("{}", object.display());
     Ok(object)
 }
@@ -109,6 +107,34 @@ fn command(toolchain: &Toolchain, root: &Path, target_dir: &Path, task: &str) ->
         .env_remove("RUSTC_WORKSPACE_WRAPPER")
         .env_remove("RUSTUP_TOOLCHAIN");
     command
+}
+
+/// Notes how new the newest source in the object is, for `flannel-agent/build.rs`.
+fn stamp(path: &Path, newest: SystemTime) -> anyhow::Result<()> {
+    let text = newest.duration_since(SystemTime::UNIX_EPOCH)?.as_nanos().to_string();
+    if fs::read_to_string(path).is_ok_and(|old| old == text) {
+        return Ok(());
+    }
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// When one of the programs' sources last changed.
+fn newest_source(root: &Path) -> anyhow::Result<SystemTime> {
+    let mut newest = SystemTime::UNIX_EPOCH;
+    let mut directories = vec![root.join("flannel-ebpf/src"), root.join("flannel-common/src")];
+    while let Some(directory) = directories.pop() {
+        let failed = || format!("cannot read {}", directory.display());
+        for entry in fs::read_dir(&directory).with_context(failed)? {
+            let path = entry.with_context(failed)?.path();
+            if path.is_dir() {
+                directories.push(path);
+            } else {
+                let changed = fs::metadata(&path).and_then(|data| data.modified());
+                newest = newest.max(changed.with_context(failed)?);
+            }
+        }
+    }
+    Ok(newest)
 }
 
 /// Puts a copy in place in one step, so that a build of the agent at the same time reads the old
