@@ -17,6 +17,15 @@ use flannel_common::{
 
 use crate::{count, maps, skb::Skb};
 
+/// IPv6's extension headers, by their IP protocol numbers.
+const HOP_BY_HOP: u8 = 0;
+const ROUTING: u8 = 43;
+const FRAGMENT: u8 = 44;
+const DESTINATION_OPTIONS: u8 = 60;
+
+/// How many of them are looked behind.
+const MAX_EXTENSIONS: usize = 8;
+
 /// Looks at one packet.
 #[inline(always)]
 pub fn run(ctx: &TcContext) -> i32 {
@@ -44,8 +53,7 @@ fn speaks_vxlan(skb: Skb, config: &Config) -> bool {
                 && skb.bytes(ip + 16).is_some_and(|to| is_node(config, OuterAddress::from_v4(to)))
         }
         ETHERTYPE_IPV6 => {
-            skb.bytes(ip + 6) == Some([UDP])
-                && to_port(skb, config, ip + 40)
+            may_be_to_port_v6(skb, config, ip)
                 && skb
                     .bytes(ip + 8)
                     .is_some_and(|from| in_v6(&config.v6.subnet, config.v6.prefix_len, &from))
@@ -58,6 +66,27 @@ fn speaks_vxlan(skb: Skb, config: &Config) -> bool {
 #[inline(always)]
 fn to_port(skb: Skb, config: &Config, udp: u32) -> bool {
     skb.bytes(udp + 2).is_some_and(|port| u16::from_be_bytes(port) == config.port)
+}
+
+/// The same behind IPv6's extension headers (RFC 8200 section 4), which the kernel takes in any
+/// number and order. So many that nobody sends them count as a disguise.
+#[inline(always)]
+fn may_be_to_port_v6(skb: Skb, config: &Config, ip: u32) -> bool {
+    let Some([mut next]) = skb.bytes(ip + 6) else { return false };
+    let mut at = ip + 40;
+    for _ in 0..MAX_EXTENSIONS {
+        let header: Option<[u8; 4]> = skb.bytes(at);
+        let Some([following, length, offset_high, offset_low]) = header else { return false };
+        match next {
+            UDP => return u16::from_be_bytes([offset_high, offset_low]) == config.port,
+            HOP_BY_HOP | ROUTING | DESTINATION_OPTIONS => at += (u32::from(length) + 1) * 8,
+            // What has no port in its first fragment is refused by the kernel.
+            FRAGMENT if u16::from_be_bytes([offset_high, offset_low]) & !7 == 0 => at += 8,
+            _ => return false,
+        }
+        next = following;
+    }
+    true
 }
 
 #[inline(always)]

@@ -1,10 +1,10 @@
 //! The programs between the stack and the wire: they carry traffic, they come and go without a
 //! packet lost, and no pod abuses the tunnel.
 
-use std::net::UdpSocket;
+use std::net::{Ipv6Addr, UdpSocket};
 
 use flannel_lab::{
-    craft,
+    capture, craft,
     outcomes::{self, DECAPSULATED, DROP_LOCAL_POD, ENCAPSULATED, MERGED, PINS},
     prelude::*,
 };
@@ -173,5 +173,35 @@ fn no_pod_speaks_vxlan_to_a_node() -> Result<()> {
         });
         ensure!(leaked.is_none(), "{leaked:?}");
     }
+    let before = outcomes::count(alder, DROP_LOCAL_POD)?;
+    let pod = duo.ours.v6()?;
+    for depth in [1, 7, 30] {
+        let packet = behind_options(&pod.to_string(), &birch.v6(), depth)?;
+        let frame = craft::ethernet(duo.ours.gateway_mac(pod)?, duo.ours.mac()?, &packet)?;
+        capture::inject(duo.ours.ns(), "eth0", &frame)?;
+    }
+    let dropped = outcomes::count(alder, DROP_LOCAL_POD)? - before;
+    ensure!(dropped == 3, "behind extension headers: {dropped} of 3 dropped");
     Ok(())
+}
+
+/// A UDP packet to the tunnel's port behind so many headers with options for its destination.
+fn behind_options(from: &str, to: &str, depth: usize) -> Result<Vec<u8>> {
+    const UDP: u8 = 17;
+    const OPTIONS: u8 = 60;
+    let mut payload = Vec::new();
+    for left in (0..depth).rev() {
+        let next = if left == 0 { UDP } else { OPTIONS };
+        // Six bytes of padding.
+        payload.extend([next, 0, 1, 4, 0, 0, 0, 0]);
+    }
+    payload.extend([0x9c, 0x40, 0x21, 0x18, 0, 8, 0, 0]);
+    let mut packet = vec![0x60, 0, 0, 0];
+    packet.extend(u16::try_from(payload.len())?.to_be_bytes());
+    packet.extend([OPTIONS, 64]);
+    for address in [from, to] {
+        packet.extend(address.parse::<Ipv6Addr>()?.octets());
+    }
+    packet.extend(payload);
+    Ok(packet)
 }
