@@ -383,11 +383,12 @@ pub fn takes(skb: Skb, taken: &mut Taken, ifindex: u32, shorter_by: u32) -> bool
     let mut mtu = 0;
     let delta = -(shorter_by as i32);
     // SAFETY: the helper writes one number: the device's MTU, without the Ethernet header.
-    if ifindex == 0
-        || unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) } != 0
-        // The helper takes a merged packet for one that fits.
-        || (merged && len > mtu + ETHERNET_LEN as u32)
-    {
+    let mut ask = || unsafe { bpf_check_mtu(skb.raw().cast(), ifindex, &raw mut mtu, delta, 0) };
+    if ifindex == 0 || ask() != 0 {
+        return false;
+    }
+    // The helper takes a merged packet for one that fits.
+    if merged && len > mtu + ETHERNET_LEN as u32 {
         return false;
     }
     *taken = Taken { asked: now, len };
