@@ -17,6 +17,7 @@ mod flows;
 mod maps;
 mod pod;
 mod pod_guard;
+mod readdress;
 mod self_test;
 mod skb;
 mod tunnel_egress;

@@ -30,7 +30,7 @@ use crate::{
     count,
     decap::{self, Flow, HeadV4, HeadV6, Maps},
     flows::{self, Family, V4, V6},
-    maps,
+    maps, readdress,
     skb::{self, Skb},
     xdp_front,
 };
@@ -104,6 +104,9 @@ fn concerns_port(skb: Skb, config: &Config) -> bool {
 /// none of ours.
 #[inline(always)]
 fn judge(skb: Skb, config: &Config) -> Option<(u32, i32)> {
+    if config.switches & switch::FILTER != 0 && readdress::is_due(skb, config) {
+        readdress::underlay_readdress(skb.raw());
+    }
     let plain = match skb.ethertype() {
         ETHERTYPE_IPV4 => over_v4(skb.raw(), config),
         ETHERTYPE_IPV6 => {
@@ -369,7 +372,7 @@ fn inner_of(skb: &Skb, frame: u32) -> Option<(Mac, Addresses)> {
 /// Whether the packet is sent to an address of this host. What is on its way to others is
 /// nobody's to judge here.
 #[inline(always)]
-fn for_us(skb: Skb) -> bool {
+pub fn for_us(skb: Skb) -> bool {
     underlay_for_us(skb.raw()) != 0
 }
 

@@ -294,6 +294,27 @@ fn clsact_does_the_same() {
 
 #[test]
 #[ignore = "needs root: cargo xtask test"]
+fn programs_that_meet_at_a_device_share_its_side_by_clsact() {
+    in_namespace(|pin_dir| {
+        let mut wanted = wanted(&[ifindex("v1")]);
+        wanted.pod_devices = [ifindex("v1")].into_iter().collect();
+        let mut datapath = load_clsact(pin_dir);
+        datapath.apply(&wanted).expect("applied");
+        let names = || {
+            let lines = filters("v1");
+            ["underlay_ingress", "pod_guard"]
+                .map(|name| lines.iter().filter(|line| line.contains(name)).count())
+        };
+        assert_eq!(names(), [1, 1], "{:?}", filters("v1"));
+        assert_eq!(datapath.apply(&wanted).expect("applied"), 0);
+        wanted.pod_devices.clear();
+        datapath.apply(&wanted).expect("applied");
+        assert_eq!(names(), [1, 0], "{:?}", filters("v1"));
+    });
+}
+
+#[test]
+#[ignore = "needs root: cargo xtask test"]
 fn a_taken_place_is_not_overwritten() {
     in_namespace(|pin_dir| {
         foreign_filter(pin_dir, "pref 17996 handle 1");

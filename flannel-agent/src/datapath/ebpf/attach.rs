@@ -241,7 +241,7 @@ fn attach_clsact(
     name: &str,
 ) -> Result<(), String> {
     let text = |error: ProgramError| chain(&error);
-    let link = match tc_filter::find(hook.side, ifindex).map_err(|error| error.to_string())? {
+    let link = match tc_filter::find(hook, ifindex).map_err(|error| error.to_string())? {
         Some(filter) if filter.name == hook.program => {
             program.attach_to_link(clsact_link(hook, name)?).map_err(text)?
         }
@@ -249,7 +249,7 @@ fn attach_clsact(
             return Err(format!(
                 "the place of our TC filter (priority {}, handle {}) is taken by {:?}",
                 tc_filter::PRIORITY,
-                tc_filter::HANDLE,
+                hook.handle,
                 filter.name
             ));
         }
@@ -258,7 +258,7 @@ fn attach_clsact(
             let _ = tc::qdisc_add_clsact(name);
             let place = NlOptions {
                 priority: tc_filter::PRIORITY,
-                handle: TcHandle::from(tc_filter::HANDLE),
+                handle: TcHandle::from(hook.handle),
                 classid: None,
             };
             let place = TcAttachOptions::Netlink(place);
@@ -272,17 +272,17 @@ fn attach_clsact(
 
 /// Our filter as aya's link, which detaches when dropped.
 fn clsact_link(hook: Hook, name: &str) -> Result<SchedClassifierLink, String> {
-    let handle = TcHandle::from(tc_filter::HANDLE);
+    let handle = TcHandle::from(hook.handle);
     SchedClassifierLink::attached(name, hook.side.attach_type(), tc_filter::PRIORITY, handle, None)
         .map_err(|error| error.to_string())
 }
 
 fn attached_by_clsact(hook: Hook, ifindex: u32, id: u32) -> bool {
-    matches!(tc_filter::find(hook.side, ifindex), Ok(Some(filter)) if filter.program == id)
+    matches!(tc_filter::find(hook, ifindex), Ok(Some(filter)) if filter.program == id)
 }
 
 fn filter_of_ours(hook: Hook, ifindex: u32) -> Result<Option<tc_filter::Filter>, String> {
-    let found = tc_filter::find(hook.side, ifindex).map_err(|error| error.to_string())?;
+    let found = tc_filter::find(hook, ifindex).map_err(|error| error.to_string())?;
     Ok(found.filter(|filter| filter.name == hook.program))
 }
 

@@ -9,6 +9,8 @@ pub(super) struct Hook {
     pub(super) program: &'static str,
     /// The side of the device.
     pub(super) side: Side,
+    /// The number of its clsact filter: no two programs that may meet at a device's side share one.
+    pub(super) handle: u32,
 }
 
 /// The side of a device.
@@ -21,22 +23,26 @@ pub(super) enum Side {
 }
 
 /// The underlay device: what comes by the tunnel.
-pub(super) const UNDERLAY_INGRESS: Hook = Hook { program: "underlay_ingress", side: Side::Ingress };
+pub(super) const UNDERLAY_INGRESS: Hook =
+    Hook { program: "underlay_ingress", side: Side::Ingress, handle: 1 };
 
 /// The tunnel device: what is to go into the tunnel.
-pub(super) const TUNNEL_EGRESS: Hook = Hook { program: "tunnel_egress", side: Side::Egress };
+pub(super) const TUNNEL_EGRESS: Hook =
+    Hook { program: "tunnel_egress", side: Side::Egress, handle: 1 };
 
 /// The tunnel device: what came out of the tunnel.
-pub(super) const TUNNEL_INGRESS: Hook = Hook { program: "tunnel_ingress", side: Side::Ingress };
+pub(super) const TUNNEL_INGRESS: Hook =
+    Hook { program: "tunnel_ingress", side: Side::Ingress, handle: 1 };
 
 /// The host's side of a pod's device: what the pod sends.
-pub(super) const POD_INGRESS: Hook = Hook { program: "pod_ingress", side: Side::Ingress };
+pub(super) const POD_INGRESS: Hook =
+    Hook { program: "pod_ingress", side: Side::Ingress, handle: 1 };
 
 /// The same device: what the pod gets.
-pub(super) const POD_EGRESS: Hook = Hook { program: "pod_egress", side: Side::Egress };
+pub(super) const POD_EGRESS: Hook = Hook { program: "pod_egress", side: Side::Egress, handle: 1 };
 
 /// A device that carries pods: what they send.
-pub(super) const POD_GUARD: Hook = Hook { program: "pod_guard", side: Side::Ingress };
+pub(super) const POD_GUARD: Hook = Hook { program: "pod_guard", side: Side::Ingress, handle: 2 };
 
 /// All of them.
 pub(super) const HOOKS: [Hook; 6] =

@@ -6,12 +6,10 @@ use std::io;
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
-use super::hook::Side;
+use super::hook::{Hook, Side};
 
 /// Our place among the filters of a hook: the same at every start, so that a restart replaces.
 pub(super) const PRIORITY: u16 = 0x464c;
-/// The filter's number within the priority.
-pub(super) const HANDLE: u32 = 1;
 
 const ETH_P_ALL: u16 = 3;
 
@@ -36,11 +34,11 @@ pub(super) struct Filter {
     pub(super) program: u32,
 }
 
-/// The filter at our place of a side of an interface; `None` if there is none.
-pub(super) fn find(side: Side, ifindex: u32) -> io::Result<Option<Filter>> {
+/// The filter at a hook's place of an interface; `None` if there is none.
+pub(super) fn find(hook: Hook, ifindex: u32) -> io::Result<Option<Filter>> {
     let socket = Socket::new(NETLINK_ROUTE)?;
     socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&request(side, ifindex), 0)?;
+    socket.send(&request(hook.side, hook.handle, ifindex), 0)?;
     let (answer, _) = socket.recv_from_full()?;
     parse(&answer)
 }
@@ -49,11 +47,10 @@ pub(super) fn find(side: Side, ifindex: u32) -> io::Result<Option<Filter>> {
 pub(super) fn has_others(side: Side, ifindex: u32) -> io::Result<bool> {
     let socket = Socket::new(NETLINK_ROUTE)?;
     socket.connect(&SocketAddr::new(0, 0))?;
-    let mut question = request(side, ifindex);
+    let mut question = request(side, 0, ifindex);
     // All filters of the hook: no handle, no priority, no protocol.
     let flags = (NLM_F_REQUEST | NLM_F_DUMP).to_ne_bytes();
     question[6..8].copy_from_slice(&flags);
-    question[HEADER_LEN + 8..HEADER_LEN + 12].fill(0);
     question[HEADER_LEN + 16..].fill(0);
     socket.send(&question, 0)?;
     let mut others = false;
@@ -99,9 +96,9 @@ fn scan(mut answer: &[u8]) -> io::Result<Scanned> {
     Ok(Scanned::More(others))
 }
 
-fn request(side: Side, ifindex: u32) -> Vec<u8> {
+fn request(side: Side, handle: u32, ifindex: u32) -> Vec<u8> {
     let info = u32::from(PRIORITY) << 16 | u32::from(ETH_P_ALL.to_be());
-    message(RTM_GETTFILTER, NLM_F_REQUEST, [ifindex, HANDLE, side.clsact(), info])
+    message(RTM_GETTFILTER, NLM_F_REQUEST, [ifindex, handle, side.clsact(), info])
 }
 
 /// A request about traffic control: interface, handle, parent and info of a `tcmsg`.
