@@ -64,6 +64,13 @@ pub fn node(tunnel: u32) -> FastPathWanted {
     }
 }
 
+/// Changes the host's routes or neighbours, and waits until no program remembers what was before:
+/// two jiffies, at any HZ.
+fn way(line: &str) {
+    ip(line);
+    std::thread::sleep(std::time::Duration::from_millis(50));
+}
+
 struct Probe {
     datapath: EbpfDatapath,
     egress: ProgramInfo,
@@ -209,14 +216,14 @@ fn any_doubt_goes_to_the_kernel_unchanged() {
         left(&probe, &big, "kernel-too-big");
         big.truncate(14 + 1450);
         probe.expect(&probe.egress, &big, "encapsulated");
-        ip("route add 192.0.2.7/32 dev v1 mtu lock 1000");
+        way("route add 192.0.2.7/32 dev v1 mtu lock 1000");
         left(&probe, &big, "kernel-too-big");
-        ip("route del 192.0.2.7/32 dev v1");
-        ip("neigh del 192.0.2.7 dev v1");
+        way("route del 192.0.2.7/32 dev v1");
+        way("neigh del 192.0.2.7 dev v1");
         left(&probe, &packet, "kernel-no-neighbour");
-        ip("route add blackhole 192.0.2.7/32");
+        way("route add blackhole 192.0.2.7/32");
         left(&probe, &packet, "kernel-no-route");
-        ip("route del blackhole 192.0.2.7/32");
+        way("route del blackhole 192.0.2.7/32");
         let off = FastPathWanted { forward: false, ..node(LOOPBACK) };
         probe.datapath.apply(&off).expect("applied");
         left(&probe, &packet, "kernel-encap-off");
