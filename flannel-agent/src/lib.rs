@@ -21,6 +21,7 @@ pub mod go_json;
 mod host_checks;
 pub mod lease;
 pub mod mac;
+mod memory;
 pub mod mk_docker_opts;
 pub mod netlink;
 pub mod peer_table;

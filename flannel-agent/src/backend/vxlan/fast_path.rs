@@ -27,6 +27,7 @@ use crate::{
     },
     firewall::bypass::Findings,
     lease::Subnets,
+    memory,
     netlink::{link::Link, mirror::Tables},
     peer_table::PeerTable,
     reconciler::Wanted,
@@ -144,6 +145,7 @@ impl FastPath {
                 });
                 *self = match outcome.and_then(EbpfDatapath::adopt) {
                     Ok(datapath) => {
+                        memory::give_back();
                         load.metrics.datapath_ebpf.set(1);
                         info!("eBPF programs loaded");
                         Self::On(Box::new(datapath))

@@ -24,7 +24,7 @@ use crate::netlink::conntrack::Conntrack;
 const ALIVE: Duration = Duration::from_secs(5);
 
 /// How often the agent gives one.
-pub(super) const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
+pub(super) const SIGN_OF_LIFE: Duration = Duration::from_millis(1250);
 
 /// What the programs shall do about flows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
