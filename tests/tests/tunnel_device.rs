@@ -3,7 +3,7 @@
 use flannel_lab::{craft, prelude::*};
 
 #[test]
-fn the_published_mac_is_the_devices_and_the_only_one_accepted() -> Result<()> {
+fn the_published_mac_is_the_devices() -> Result<()> {
     let lab = Lab::new()?;
     let duo = Duo::plain(&lab, LocalStore::new(&lab)?)?;
     let published = duo.own_lease()?["BackendData"]["VtepMAC"].clone();
@@ -11,10 +11,6 @@ fn the_published_mac_is_the_devices_and_the_only_one_accepted() -> Result<()> {
     ensure!(published == device, "published {published}, device {device}");
     let mac = craft::mac(device.as_str().context("no MAC")?)?;
     ensure!(mac[0] & 3 == 2, "{device}: not a local unicast address");
-    let mut wrong = duo.own_lease()?;
-    wrong["BackendData"]["VtepMAC"] = json!("02:de:ad:00:00:01");
-    duo.birch.learn(&duo.env.key()?, &wrong)?;
-    ensure!(traffic::ping(duo.theirs.ns(), duo.ours.v4()?, 2)? == 0, "a wrong MAC was accepted");
     Ok(())
 }
 
