@@ -4,6 +4,7 @@ mod bench;
 mod build;
 mod build_ebpf;
 mod demo;
+mod fuzz;
 mod image;
 mod lint;
 mod run;
@@ -46,6 +47,8 @@ enum Task {
     Bench(flannel_lab::bench::arguments::Arguments),
     /// Run the tests
     Test(test::Arguments),
+    /// Throw generated input at everything that reads what others wrote
+    Fuzz(fuzz::Arguments),
     /// Let clippy judge everything, the eBPF programs too
     Lint,
 }
@@ -70,6 +73,7 @@ fn run(task: Task) -> anyhow::Result<()> {
         Task::Demo(arguments) => demo::run(&arguments),
         Task::Bench(_) => bench::run(),
         Task::Test(arguments) => test::run(&arguments),
+        Task::Fuzz(arguments) => fuzz::run(&arguments),
         Task::Lint => lint::run(),
     }
 }
