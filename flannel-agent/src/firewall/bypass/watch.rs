@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const LEGACY_LOOK: Duration = Duration::from_millis(1500);
 
 /// The same on a host that has neither such tables nor pods: it may sleep.
-const LAZY_LEGACY_LOOK: Duration = Duration::from_secs(60);
+const LAZY_LEGACY_LOOK: Duration = Duration::from_mins(1);
 
 /// How often everything is read though nothing was heard.
 const SAFETY_NET: Duration = Duration::from_mins(1);
