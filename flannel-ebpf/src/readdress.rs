@@ -60,8 +60,12 @@ fn readdress(skb: Skb, config: &Config) -> Option<()> {
         return None;
     }
     let mac = if skb.ethertype() == ETHERTYPE_IPV4 { config.v4.mac } else { config.v6.mac };
-    let [a, b, c, d, e, f] = mac;
-    let new = [a, b, c, d, e, f, old[6], old[7]];
+    let mut new = old;
+    let mut at = 0;
+    while at < mac.len() {
+        new[at] = mac[at];
+        at += 1;
+    }
     let recompute = if skb.bytes(inner - CHECKSUM_TO_FRAME) == Some([0, 0]) {
         RECOMPUTE
     } else {
@@ -69,7 +73,7 @@ fn readdress(skb: Skb, config: &Config) -> Option<()> {
         // SAFETY: the helpers read two buffers of eight bytes, and change the packet.
         let replaced = unsafe {
             let (old, new) = (old.as_ptr().cast_mut().cast(), new.as_ptr().cast_mut().cast());
-            let difference = bpf_csum_diff(old, 8, new, 8, 0) as u64;
+            let difference = bpf_csum_diff(old, 8, new, 8, 0).cast_unsigned();
             bpf_l4_csum_replace(skb.raw(), inner - CHECKSUM_TO_FRAME, 0, difference, 0)
         };
         if replaced != 0 {
