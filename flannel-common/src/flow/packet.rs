@@ -37,14 +37,15 @@ pub struct Inner<K> {
 
 impl<K> Inner<K> {
     /// Whether the packet can go on without the stack: it may be forwarded once more, and it is
-    /// as long as it says and fits the tunnel, each of its segments if it is a merged one.
+    /// as long as it says, headers included, and fits the tunnel, each of its segments if it is a
+    /// merged one.
     ///
     /// `length` is the packet's from the IP header on, `gso_size` that of a segment's data, 0 of a
     /// packet that is not merged.
     #[inline(always)]
     pub const fn may_bypass(&self, length: u32, gso_size: u32, mtu: u32) -> bool {
         let biggest = if gso_size == 0 { length } else { self.headers + gso_size };
-        self.hop_limit > 1 && self.length == length && biggest <= mtu
+        self.hop_limit > 1 && self.length == length && self.headers <= length && biggest <= mtu
     }
 }
 

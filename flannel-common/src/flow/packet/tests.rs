@@ -131,6 +131,12 @@ fn what_the_kernel_has_to_answer_does_not_bypass() {
     assert!(!inner.may_bypass(1450, 0, 1449), "too big");
     assert!(!inner.may_bypass(1451, 0, 1500), "longer than it says");
     assert!(!Inner { hop_limit: 1, ..inner }.may_bypass(1450, 0, 1450));
+    // A TCP header that says to be longer than the packet.
+    let mut garbled = over_v4(TCP, &tcp(ACK, 0));
+    garbled[14 + 20 + 12] = 0xf0;
+    let garbled = v4(garbled.as_slice(), 14, Direction::Out).expect("read");
+    assert_eq!((garbled.length, garbled.headers), (52, 80));
+    assert!(!garbled.may_bypass(52, 0, 1450), "shorter than its headers");
     let merged = Inner { length: 60_000, ..inner };
     assert!(merged.may_bypass(60_000, 1398, 1450));
     assert!(!merged.may_bypass(60_000, 1399, 1450), "too big a segment");
